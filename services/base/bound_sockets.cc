@@ -11,7 +11,6 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
-#include <unistd.h>
 #include <utility>
 
 namespace kvtier::services {
@@ -36,19 +35,18 @@ class PrivateFiles {
   mode_t before_;
 };
 
-int listen_unix(const Endpoint& endpoint) {
-  const int fd = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+Descriptor listen_unix(const Endpoint& endpoint) {
+  Descriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   std::strncpy(address.sun_path, endpoint.path.c_str(), sizeof(address.sun_path) - 1);
   const PrivateFiles private_files;
-  if (fd < 0 || ::bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0 ||
-      ::listen(fd, kBacklog) != 0) {
-    const int error = errno;
-    if (fd >= 0) ::close(fd);
-    fail(endpoint, std::strerror(error));
+  if (!socket ||
+      ::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0 ||
+      ::listen(socket.get(), kBacklog) != 0) {
+    fail(endpoint, std::strerror(errno));
   }
-  return fd;
+  return socket;
 }
 
 int port_of(int fd) {
@@ -59,7 +57,7 @@ int port_of(int fd) {
                                            : reinterpret_cast<sockaddr_in*>(&bound)->sin_port);
 }
 
-int listen_tcp(Endpoint& endpoint) {
+Descriptor listen_tcp(Endpoint& endpoint) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
@@ -68,43 +66,35 @@ int listen_tcp(Endpoint& endpoint) {
       ::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found);
   if (error != 0) fail(endpoint, ::gai_strerror(error));
   const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, &::freeaddrinfo);
-  const int fd = ::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  Descriptor socket(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   const int on = 1;
-  if (fd < 0 || ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) != 0 ||
-      ::bind(fd, found->ai_addr, found->ai_addrlen) != 0 || ::listen(fd, kBacklog) != 0) {
-    const int reason = errno;
-    if (fd >= 0) ::close(fd);
-    fail(endpoint, std::strerror(reason));
+  if (!socket || ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) != 0 ||
+      ::bind(socket.get(), found->ai_addr, found->ai_addrlen) != 0 ||
+      ::listen(socket.get(), kBacklog) != 0) {
+    fail(endpoint, std::strerror(errno));
   }
-  endpoint.port = port_of(fd);
-  return fd;
+  endpoint.port = port_of(socket.get());
+  return socket;
 }
 
 }  // namespace
 
-BoundSockets::~BoundSockets() { close(); }
-
 void BoundSockets::add(Endpoint& endpoint) {
   if (endpoint.is_unix) locks_.emplace_back(endpoint.path);
   sockets_.reserve(sockets_.size() + 1);
-  const int fd = endpoint.is_unix ? listen_unix(endpoint) : listen_tcp(endpoint);
-  sockets_.push_back({endpoint.text(), fd});
+  Descriptor socket = endpoint.is_unix ? listen_unix(endpoint) : listen_tcp(endpoint);
+  sockets_.push_back({endpoint.text(), std::move(socket)});
 }
 
-int BoundSockets::take(const Endpoint& endpoint) const {
+Descriptor BoundSockets::take(const Endpoint& endpoint) const {
   const std::string name = endpoint.text();
   for (const Socket& socket : sockets_) {
     if (socket.name != name) continue;
-    const int fd = ::fcntl(socket.fd, F_DUPFD_CLOEXEC, 0);
-    if (fd < 0) fail(endpoint, std::strerror(errno));
-    return fd;
+    Descriptor copy(::fcntl(socket.descriptor.get(), F_DUPFD_CLOEXEC, 0));
+    if (!copy) fail(endpoint, std::strerror(errno));
+    return copy;
   }
   fail(endpoint, "it is not bound");
-}
-
-void BoundSockets::stop_listening() noexcept {
-  for (const Socket& socket : sockets_) ::close(socket.fd);
-  sockets_.clear();
 }
 
 void BoundSockets::close() noexcept {

@@ -12,18 +12,18 @@ namespace kvtier::services {
 class BoundSockets {
  public:
   BoundSockets() = default;
-  ~BoundSockets();
+  ~BoundSockets() { close(); }
   BoundSockets(const BoundSockets&) = delete;  // owns sockets
   BoundSockets& operator=(const BoundSockets&) = delete;
 
   /// Listens on `endpoint`; a Unix socket is made for this user alone. Sets the port that the
   /// system chose. Throws as `SocketLock`, and `kUnavailable`.
   void add(Endpoint& endpoint);
-  /// Returns another descriptor of the socket of `endpoint`, which becomes the caller's. Throws
-  /// `kUnavailable` when there is none.
-  [[nodiscard]] int take(const Endpoint& endpoint) const;
+  /// Returns another descriptor of the socket of `endpoint`. Throws `kUnavailable` when there is
+  /// none.
+  [[nodiscard]] Descriptor take(const Endpoint& endpoint) const;
   /// Closes the sockets here; the paths stay this object's.
-  void stop_listening() noexcept;
+  void stop_listening() noexcept { sockets_.clear(); }
   /// Closes the sockets and removes their paths.
   void close() noexcept;
   /// In a forked process: leaves the paths to the one that it was forked from.
@@ -32,7 +32,7 @@ class BoundSockets {
  private:
   struct Socket {
     std::string name;
-    int fd;
+    Descriptor descriptor;
   };
   std::vector<SocketLock> locks_;
   std::vector<Socket> sockets_;

@@ -12,7 +12,6 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
-#include <utility>
 
 namespace kvtier::services {
 namespace {
@@ -98,38 +97,30 @@ std::string default_socket_folder() {
 
 SocketLock::SocketLock(const std::string& path) : path_(path) {
   if (folder_of(path) == default_socket_folder()) make_private_folder(folder_of(path));
-  const std::string lock = path + ".lock";
-  fd_ = ::open(lock.c_str(), O_CREAT | O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0600);
-  if (fd_ < 0 && errno == ENOENT) {
+  const std::string name = path + ".lock";
+  Descriptor lock(::open(name.c_str(), O_CREAT | O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0600));
+  if (!lock && errno == ENOENT) {
     throw Error(ErrorCode::kUnavailable,
                 path + ": expected the folder " + folder_of(path) + ", found none");
   }
-  if (fd_ < 0) {
-    throw Error(ErrorCode::kUnavailable, lock + ": cannot be written: " + std::strerror(errno));
+  if (!lock) {
+    throw Error(ErrorCode::kUnavailable, name + ": cannot be written: " + std::strerror(errno));
   }
-  const auto refuse = [this](const std::string& why) {
-    ::close(fd_);
-    throw Error(ErrorCode::kFailedPrecondition, path_ + ": " + why);
+  const auto refuse = [&path](const std::string& why) {
+    throw Error(ErrorCode::kFailedPrecondition, path + ": " + why);
   };
-  if (::flock(fd_, LOCK_EX | LOCK_NB) != 0) refuse("another server listens there");
+  if (::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) refuse("another server listens there");
   struct stat info {};
-  if (::lstat(path.c_str(), &info) != 0) return;
-  if (!S_ISSOCK(info.st_mode)) refuse("expected a socket or nothing, found something else");
-  ::unlink(path.c_str());
+  const bool found = ::lstat(path.c_str(), &info) == 0;
+  if (found && !S_ISSOCK(info.st_mode)) {
+    refuse("expected a socket or nothing, found something else");
+  }
+  if (found) ::unlink(path.c_str());
+  lock_ = std::move(lock);
 }
 
 SocketLock::~SocketLock() {
-  if (fd_ < 0) return;
-  ::unlink(path_.c_str());
-  ::close(fd_);
+  if (lock_) ::unlink(path_.c_str());
 }
-
-void SocketLock::leave() noexcept {
-  if (fd_ >= 0) ::close(fd_);
-  fd_ = -1;
-}
-
-SocketLock::SocketLock(SocketLock&& other) noexcept
-    : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)) {}
 
 }  // namespace kvtier::services

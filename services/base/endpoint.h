@@ -1,5 +1,7 @@
 #pragma once
 
+#include "services/wire/descriptor.h"
+
 #include <string>
 
 namespace kvtier::services {
@@ -37,14 +39,14 @@ class SocketLock {
   /// written.
   explicit SocketLock(const std::string& path);
   ~SocketLock();
-  SocketLock(SocketLock&& other) noexcept;
-  SocketLock& operator=(SocketLock&&) = delete;
+  SocketLock(SocketLock&& other) noexcept = default;
+  SocketLock& operator=(SocketLock&&) = delete;  // a path is given up once
   /// In a forked process: gives up the lock here, not that of the process it was forked from.
-  void leave() noexcept;
+  void leave() noexcept { lock_.reset(); }
 
  private:
   std::string path_;
-  int fd_ = -1;
+  Descriptor lock_;
 };
 
 }  // namespace kvtier::services

@@ -42,7 +42,7 @@ class Listener {
 
  private:
   struct Socket {
-    int fd;
+    Descriptor descriptor;
     bool is_tcp;
     Take take;
   };
@@ -53,8 +53,8 @@ class Listener {
 
   BoundSockets own_;
   std::vector<Socket> sockets_;
-  int spare_ = -1;  ///< Kept open, to be given up for a moment.
-  int wake_ = -1;
+  Descriptor spare_;  ///< Kept open, to be given up for a moment.
+  Descriptor wake_;
   int limit_ = 0;  ///< Descriptors from this number on are for the rest of the process.
   std::thread thread_;
 };

@@ -41,12 +41,11 @@ void notify_ready() {
   address.sun_family = AF_UNIX;
   std::memcpy(address.sun_path, path, size);
   if (address.sun_path[0] == '@') address.sun_path[0] = '\0';  // of the abstract namespace
-  const int fd = ::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  if (fd < 0) return;
-  (void)::sendto(fd, kReady.data(), kReady.size(), MSG_NOSIGNAL | MSG_DONTWAIT,
+  const Descriptor socket(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  if (!socket) return;
+  (void)::sendto(socket.get(), kReady.data(), kReady.size(), MSG_NOSIGNAL | MSG_DONTWAIT,
                  reinterpret_cast<const sockaddr*>(&address),
                  static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + size));
-  ::close(fd);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "services/console/log.h"
+#include "services/wire/descriptor.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -28,8 +29,8 @@ using Milliseconds = std::chrono::milliseconds;
 
 /// The worker there is.
 struct Worker {
-  pid_t pid = -1;    ///< -1: none.
-  int signals = -1;  ///< What it is told, a byte each.
+  pid_t pid = -1;        ///< -1: none.
+  Descriptor signals{};  ///< What it is told, a byte each.
   Clock::time_point since{};
 };
 
@@ -40,10 +41,7 @@ class Supervisor {
     for (const int signal : {SIGTERM, SIGINT, SIGHUP, SIGCHLD}) sigaddset(&signals_, signal);
     sigprocmask(SIG_BLOCK, &signals_, &before_);
   }
-  ~Supervisor() {
-    forget_worker();
-    sigprocmask(SIG_SETMASK, &before_, nullptr);
-  }
+  ~Supervisor() { sigprocmask(SIG_SETMASK, &before_, nullptr); }
   Supervisor(const Supervisor&) = delete;  // restores the mask once
   Supervisor& operator=(const Supervisor&) = delete;
 
@@ -75,7 +73,7 @@ class Supervisor {
       int status = 0;
       if (worker_.pid < 0 || ::waitpid(worker_.pid, &status, WNOHANG) != worker_.pid) continue;
       const auto lived = std::chrono::duration_cast<Milliseconds>(Clock::now() - worker_.since);
-      forget_worker();
+      worker_ = {};
       if (!is_fault(status)) return {.exit_code = exit_code_of(status)};
       start_at = Clock::now() + replace_after(status, lived);
     }
@@ -86,24 +84,20 @@ class Supervisor {
   std::optional<Supervised> start() {
     int pipe[2] = {-1, -1};
     if (::pipe2(pipe, O_CLOEXEC) != 0) fail("a pipe");
+    Descriptor read(pipe[0]), write(pipe[1]);
     const pid_t supervisor = ::getpid();
     const pid_t pid = ::fork();
-    if (pid < 0) {
-      ::close(pipe[0]);
-      ::close(pipe[1]);
-      fail("a process");
-    }
+    if (pid < 0) fail("a process");
     if (pid > 0) {
-      ::close(pipe[0]);
-      worker_ = {.pid = pid, .signals = pipe[1], .since = Clock::now()};
+      worker_ = {.pid = pid, .signals = std::move(write), .since = Clock::now()};
       ++started_;
       return std::nullopt;
     }
-    ::close(pipe[1]);
+    write.reset();
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (::getppid() != supervisor) ::_exit(kExitForced);
     for (const int signal : {SIGTERM, SIGINT, SIGHUP}) std::signal(signal, SIG_IGN);
-    return Supervised{.exit_code = {}, .signals = pipe[0], .restarts = started_};
+    return Supervised{.exit_code = {}, .signals = read.release(), .restarts = started_};
   }
 
   /// Returns the signal that has come, or 0 when a worker is to be started.
@@ -120,18 +114,13 @@ class Supervisor {
   void tell(int signal) const {
     const auto byte = static_cast<unsigned char>(signal);
     // One that ends meanwhile needs none: SIGPIPE is ignored.
-    (void)!::write(worker_.signals, &byte, 1);
+    (void)!::write(worker_.signals.get(), &byte, 1);
   }
 
   int kill_worker() {
     ::kill(worker_.pid, SIGKILL);
     (void)::waitpid(worker_.pid, nullptr, 0);
     return kExitForced;
-  }
-
-  void forget_worker() {
-    if (worker_.signals >= 0) ::close(worker_.signals);
-    worker_ = {};
   }
 
   [[nodiscard]] bool is_fault(int status) const {
