@@ -1,5 +1,7 @@
 #include "services/base/service_error.h"
 
+#include "services/wire/durations.h"
+
 #include <google/rpc/error_details.pb.h>
 #include <google/rpc/status.pb.h>
 
@@ -120,9 +122,7 @@ std::string error_details(const ServiceError& error) {
   }
   if (error.retry_after().count() > 0) {
     google::rpc::RetryInfo retry;
-    retry.mutable_retry_delay()->set_seconds(error.retry_after().count() / 1000);
-    retry.mutable_retry_delay()->set_nanos(
-        static_cast<int>(error.retry_after().count() % 1000 * 1'000'000));
+    *retry.mutable_retry_delay() = duration_of(error.retry_after());
     status.add_details()->PackFrom(retry);
   }
   return status.SerializeAsString();

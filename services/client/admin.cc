@@ -14,9 +14,7 @@ namespace {
 namespace v1 = ::kvtier::v1;
 
 std::uint64_t nanoseconds_of(const google::protobuf::Duration& duration) {
-  constexpr std::uint64_t kSecond = 1'000'000'000;
-  return static_cast<std::uint64_t>(duration.seconds()) * kSecond +
-         static_cast<std::uint64_t>(duration.nanos());
+  return static_cast<std::uint64_t>(services::nanoseconds_of(duration).count());
 }
 
 LatencyHistogram histogram_of(const v1::LatencyCounts& from) {

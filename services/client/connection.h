@@ -3,10 +3,10 @@
 #include "kvtier/client.h"
 #include "kvtier/v1/status.pb.h"
 
+#include "services/wire/durations.h"
 #include "services/wire/grpc_time.h"
 #include "services/wire/rpc.h"
 
-#include <google/protobuf/duration.pb.h>
 #include <google/protobuf/message_lite.h>
 #include <grpcpp/channel.h>
 #include <grpcpp/client_context.h>
@@ -25,12 +25,6 @@ namespace kvtier::services {
 
 /// What the end of a session or a lease may take, whose caller does not wait for it to succeed.
 inline constexpr std::chrono::seconds kCloseTime{1};
-
-/// Returns a time of a message, rounded towards 0.
-[[nodiscard]] inline std::chrono::milliseconds milliseconds_of(
-    const google::protobuf::Duration& duration) {
-  return std::chrono::milliseconds(duration.seconds() * 1000 + duration.nanos() / 1'000'000);
-}
 
 /// A channel, and how calls over it are made: with a deadline, with credentials, again when the
 /// server could not take them. Thread-safe.

@@ -2,10 +2,8 @@
 
 #include "kvtier/error.h"
 
-#include "services/client/connection.h"
+#include "services/wire/durations.h"
 #include "services/wire/message_cursor.h"
-
-#include <google/protobuf/duration.pb.h>
 
 #include <string_view>
 

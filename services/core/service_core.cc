@@ -7,6 +7,7 @@
 #include "services/base/paging.h"
 #include "services/core/replay_once.h"
 #include "services/core/stats_message.h"
+#include "services/wire/durations.h"
 #include "services/wire/to_message.h"
 
 #include <algorithm>
@@ -441,7 +442,7 @@ void ServiceCore::describe(SessionEntry& entry, v1::Session& session) const {
   *session.mutable_geometry() = geometry_of(model);
   session.mutable_layer_lengths()->Resize(model.layers, 0);
   session.set_capacity_tokens(entry.capacity_tokens);
-  fill(options_.lease_ttl, *session.mutable_lease_ttl());
+  *session.mutable_lease_ttl() = duration_of(options_.lease_ttl);
   *session.mutable_memory() = message_of(kvtier::session_memory(
       entry.model->engine.config(), entry.capacity_tokens, entry.model->row_cache_rows));
   describe_length(entry, session);
@@ -701,12 +702,12 @@ void ServiceCore::run(const Call& call, const v1::OpenLeaseRequest& request,
       v1::PageLease& lease = *response.mutable_lease();
       lease.set_name(opened->name);
       lease.set_page_bytes(opened->config.page_bytes);
-      fill(options_.lease_ttl, *lease.mutable_ttl());
+      *lease.mutable_ttl() = duration_of(options_.lease_ttl);
       v1::PageLimits& limits = *response.mutable_limits();
       limits.set_max_batch_pages(kMaxBatchPages);
       limits.set_max_hash_bytes(kMaxPageHash);
       limits.set_max_transfer_bytes(kMaxTransferBytes);
-      fill(pages_.options().reservation_ttl, *limits.mutable_reservation_ttl());
+      *limits.mutable_reservation_ttl() = duration_of(pages_.options().reservation_ttl);
       response.set_server_epoch(pages_.epoch());
     });
   };
@@ -758,9 +759,8 @@ void ServiceCore::get_server_info(v1::GetServerInfoResponse& response) const {
   response.set_version(KVTIER_VERSION);
   response.set_server_epoch(sessions_.epoch());
   response.set_state(draining_ ? v1::SERVER_STATE_DRAINING : v1::SERVER_STATE_SERVING);
-  const auto uptime =
-      std::chrono::duration_cast<std::chrono::seconds>(options_.now() - started_).count();
-  response.mutable_uptime()->set_seconds(uptime);
+  *response.mutable_uptime() =
+      duration_of(std::chrono::floor<std::chrono::seconds>(options_.now() - started_));
 }
 
 void ServiceCore::list_tenants(const v1::ListTenantsRequest& request,

@@ -1,19 +1,18 @@
 #include "services/core/stats_message.h"
 
+#include "services/wire/durations.h"
 #include "services/wire/stats_fields.h"
 
 namespace kvtier::services {
 namespace {
 
-void fill(std::uint64_t nanoseconds, google::protobuf::Duration& to) {
-  constexpr std::uint64_t kSecond = 1'000'000'000;
-  to.set_seconds(static_cast<std::int64_t>(nanoseconds / kSecond));
-  to.set_nanos(static_cast<std::int32_t>(nanoseconds % kSecond));
+google::protobuf::Duration duration_of(std::uint64_t nanoseconds) {
+  return services::duration_of(std::chrono::nanoseconds(static_cast<std::int64_t>(nanoseconds)));
 }
 
 void fill(const LatencyHistogram& from, v1::LatencyCounts& to) {
   for (const std::uint64_t count : from.counts) to.add_counts(count);
-  fill(from.nanoseconds, *to.mutable_total());
+  *to.mutable_total() = duration_of(from.nanoseconds);
 }
 
 void fill(const TierStats& from, v1::TierStats& to) {
@@ -27,11 +26,6 @@ void fill(const TierStats& from, v1::TierStats& to) {
 
 }  // namespace
 
-void fill(std::chrono::milliseconds from, google::protobuf::Duration& to) {
-  to.set_seconds(from.count() / 1000);
-  to.set_nanos(static_cast<int>(from.count() % 1000 * 1'000'000));
-}
-
 void fill(const Tenant& tenant, v1::Tenant& message) {
   message.set_name(tenant.name());
   message.mutable_quota()->set_max_sessions(tenant.limits().max_sessions);
@@ -42,7 +36,7 @@ void fill(const Tenant& tenant, v1::Tenant& message) {
 
 void fill(const Stats& from, v1::GetStatsResponse& to) {
   write_fields(kCumulativeFields, from.cumulative, *to.mutable_cumulative());
-  fill(from.cumulative.tier_nanoseconds, *to.mutable_cumulative()->mutable_tier_wait());
+  *to.mutable_cumulative()->mutable_tier_wait() = duration_of(from.cumulative.tier_nanoseconds);
   write_fields(kSnapshotFields, from.snapshot, *to.mutable_snapshot());
   for (const TierStats& tier : from.tiers) fill(tier, *to.add_tiers());
 }

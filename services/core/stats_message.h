@@ -6,12 +6,9 @@
 #include "services/base/tenants.h"
 #include "services/page_cache/page_store.h"
 
-#include <chrono>
-
 /// Figures of the library and of the page cache as messages of kvtier.v1.
 namespace kvtier::services {
 
-void fill(std::chrono::milliseconds from, google::protobuf::Duration& to);
 void fill(const Tenant& tenant, v1::Tenant& message);
 void fill(const Stats& from, v1::GetStatsResponse& to);
 void fill(const PageStats& from, v1::PageCacheStats& to);

@@ -1,6 +1,7 @@
 #include "services/dataplane/data_plane.h"
 
 #include "services/base/listener.h"
+#include "services/wire/durations.h"
 
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/post.hpp>
@@ -190,9 +191,7 @@ void DataPlane::create_attachment(Tenant& tenant, const v1::CreateAttachmentRequ
   attachment.set_staging_bytes(created.staging_bytes);
   for (const Endpoint& endpoint : impl_->endpoints_) response.add_endpoints(endpoint.text());
   response.set_token(std::move(created.token));
-  const auto life = impl_->options_.attachments.token_life.count();
-  response.mutable_token_ttl()->set_seconds(life / 1000);
-  response.mutable_token_ttl()->set_nanos(static_cast<int>(life % 1000 * 1'000'000));
+  *response.mutable_token_ttl() = duration_of(impl_->options_.attachments.token_life);
 }
 
 void DataPlane::share_device_memory(Tenant& tenant, const v1::ShareDeviceMemoryRequest& request,
