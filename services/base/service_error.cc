@@ -5,7 +5,10 @@
 #include <google/rpc/error_details.pb.h>
 #include <google/rpc/status.pb.h>
 
+#include <array>
 #include <new>
+#include <string_view>
+#include <utility>
 
 namespace kvtier::services {
 namespace {
@@ -37,14 +40,31 @@ Code code_of(ErrorCode code) {
   return Code::kUnavailable;
 }
 
+/// Names the options of `kvtier serve` where an error of the library names fields of its config.
+std::string with_options(std::string text) {
+  constexpr std::array<std::pair<std::string_view, std::string_view>, 5> kOptions{
+      {{"memory.host_bytes", "--host-memory-mib"},
+       {"memory.device_bytes", "--device-memory-mib"},
+       {"memory.row_cache_bytes", "--row-cache-mib"},
+       {"memory.row_cache_rows", "--row-cache-rows"},
+       {"memory.max_session_tokens", "--max-session-tokens"}}};
+  for (const auto& [field, option] : kOptions) {
+    for (std::size_t at = 0; (at = text.find(field, at)) != std::string::npos;) {
+      text.replace(at, field.size(), option);
+    }
+  }
+  return text;
+}
+
 ServiceError from_library(const Error& error) {
   switch (error.code()) {
     case ErrorCode::kInternal:
       return ServiceError::unavailable("DEVICE_LOST", "the device that held this session failed");
     case ErrorCode::kResourceExhausted:
-      return ServiceError::overloaded("CACHE_FULL", error.what());
+      return ServiceError::overloaded("CACHE_FULL", with_options(error.what()));
     default:
-      return {code_of(error.code()), std::string(error_code_name(error.code())), error.what()};
+      return {code_of(error.code()), std::string(error_code_name(error.code())),
+              with_options(error.what())};
   }
 }
 

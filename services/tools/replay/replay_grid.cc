@@ -1,6 +1,7 @@
 #include "kvtier/error.h"
 
 #include "services/console/enum_names.h"
+#include "services/console/text.h"
 #include "services/tools/replay/replay.h"
 
 #include <algorithm>
@@ -96,7 +97,7 @@ std::vector<RetrievalConfig> ReplayGrid::expand() const {
     config.top_k = top_k;
     for (std::string& problem : config.validate()) {
       add_problem(problems, std::string(name_of(kEstimatorNames, config.estimator)) + ": " +
-                                std::move(problem));
+                                as_option(std::move(problem)));
     }
     rows.push_back(config);
   };

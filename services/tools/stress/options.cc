@@ -28,16 +28,6 @@ void check_range(std::vector<std::string>& problems, const char* field, std::int
                      std::to_string(high) + ", found " + std::to_string(found));
 }
 
-/// Names the option of the command line where a problem begins with the field of a `Config`.
-std::string as_option(std::string problem) {
-  for (const std::string_view structure : {"model.", "retrieval."}) {
-    if (problem.starts_with(structure)) problem.erase(0, structure.size());
-  }
-  constexpr std::string_view kBits = "num_planes:";
-  if (problem.starts_with(kBits)) problem.replace(0, kBits.size(), "bits:");
-  return problem;
-}
-
 }  // namespace
 
 const std::vector<ModelPreset>& model_presets() {

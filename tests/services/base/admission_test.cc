@@ -269,6 +269,8 @@ TEST(ServiceErrorDetails, TellNothingOfFaults) {
   EXPECT_THAT(device.what(), Not(HasSubstr("0x7fff")));
   EXPECT_EQ(translate(std::bad_alloc()).reason(), "OUT_OF_MEMORY");
   EXPECT_EQ(translate(Error(ErrorCode::kResourceExhausted, "x")).reason(), "CACHE_FULL");
+  const Error full(ErrorCode::kResourceExhausted, "found 0 of 16 (memory.host_bytes)");
+  EXPECT_STREQ(translate(full).what(), "found 0 of 16 (--host-memory-mib)");
   EXPECT_EQ(translate(Error(ErrorCode::kInvalidArgument, "x")).code(), Code::kInvalidArgument);
   EXPECT_EQ(translate(ServiceError::not_found()).code(), Code::kNotFound);
 }

@@ -132,6 +132,7 @@ TEST_F(CoreLimitsTest, FullCacheIsRefusedAndRecovers) {
   while ((ending = append(first, append_request(0, 64, 1))).ok()) stored += 64;
 
   EXPECT_EQ(ending.reason(), "CACHE_FULL");
+  EXPECT_THAT(ending.error->what(), ::testing::HasSubstr("--host-memory-mib"));
   EXPECT_GT(ending.error->retry_after().count(), 0);
   EXPECT_THAT(lengths(first), ElementsAre(stored, 0));
   EXPECT_EQ(append(second, append_request(0, 1, 1)).reason(), "CACHE_FULL");

@@ -172,7 +172,7 @@ TEST_F(CliTest, PrintsErrorsWithTheirCode) {
        "error: INVALID_ARGUMENT: replay options:\n  estimator norm_aware does not go with value "
        "weighting linear"},
       {{"--sparsity", "0"}, "error: INVALID_ARGUMENT: replay options:\n  sparsity"},
-      {{"--bits", "4096"}, "error: INVALID_ARGUMENT: replay options:\n  norm_aware: num_planes"},
+      {{"--bits", "4096"}, "error: INVALID_ARGUMENT: replay options:\n  norm_aware: bits"},
       {{"--rule", "priority"},
        "error: INVALID_ARGUMENT: replay options:\n  soft_collision: rule: expected top_k"},
       {{"--estimator", "norm_aware", "--code", "scalar", "--bits", "100"},
