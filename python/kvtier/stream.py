@@ -13,7 +13,7 @@ from kvtier.v1 import attention_pb2
 
 
 class DecodeStream:
-    """Requests and replies that alternate, each with a deadline of its own. Opened by the first
+    """Requests and replies that alternate, each within the deadline of its call. Opened by the first
     step, and anew after one that failed. Used by one thread at a time."""
 
     def __init__(self, connection: Connection, watchdog: Watchdog) -> None:
@@ -24,11 +24,11 @@ class DecodeStream:
 
     def exchange(self, request: attention_pb2.DecodeRequest) -> attention_pb2.DecodeResponse:
         """Sends a request and waits for its reply."""
+        timeout = self._connection.seconds_left()
         if self._requests is None:
             self._open()
         assert self._requests is not None
         self._requests.put(request)
-        timeout = self._connection.options.timeout
         self._watchdog.start(self._call, timeout)
         failure: ClientError | None = None
         response: attention_pb2.DecodeResponse | None = None
@@ -40,7 +40,7 @@ class DecodeStream:
             failure = self._connection.error_of(error)
         if self._watchdog.stop(self._call) and response is None:
             failure = make_error(
-                ErrorCode.DEADLINE_EXCEEDED, f"the step took longer than {timeout} s"
+                ErrorCode.DEADLINE_EXCEEDED, f"the step took longer than {timeout:.3g} s"
             )
         if response is not None:
             return response

@@ -221,6 +221,20 @@ class RulesTest(unittest.TestCase):
                 call()
         self.assertEqual(session.length(0), 0)
 
+    def test_a_step_ends_by_the_deadline_of_its_thread(self) -> None:
+        session = self.open()
+        self.told.hang = True
+        with self.client.connection.deadline(0.2):
+            with self.assertRaises(kvtier.DeadlineExceededError):
+                session.decode(0, ROW, ROW, ROW)
+            self.told.requests.clear()
+            with self.assertRaises(kvtier.DeadlineExceededError):
+                session.decode(0, ROW, ROW, ROW)
+        self.assertEqual(self.told.requests, [])
+        self.told.hang = False
+        session.decode(0, ROW, ROW, ROW)
+        self.assertEqual(session.length(0), 1)
+
     def test_a_step_after_one_that_took_too_long_has_a_new_stream(self) -> None:
         session = self.open()
         self.set_timeout(0.5)
