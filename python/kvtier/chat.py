@@ -13,13 +13,13 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ContextManager, Optional, Sequence
 
 import kvtier
 from kvtier.config import Estimator, RetrievalConfig, SelectionRule, SketchCode
 from kvtier.engine_config import Backend, KvPlacement
 from kvtier.errors import invalid, without_package
+from kvtier.model_options import add_model_options, load_model
 
 # torch, transformers and kvtier.hf are imported where they are used: --help and the errors of
 # options need none of them.
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 #: How a step selects, beside `kvtier.hf.default_retrieval`.
 PRESETS = ("priority", "top_k", "socket", "dense")
-DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 def retrieval_of(preset: str, k: int, head_dim: int) -> RetrievalConfig:
@@ -166,7 +165,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m kvtier.chat", description="Talk to a model whose KV kvtier keeps"
     )
-    result.add_argument("--model", type=Path, required=True, help="a folder that transformers reads")
+    add_model_options(result)
     result.add_argument(
         "--preset",
         choices=PRESETS,
@@ -178,10 +177,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--prompt", help="one turn, instead of turns from standard input")
     result.add_argument("--max-tokens", type=int, help="of the whole conversation")
     result.add_argument("--new-tokens", type=int, default=256, help="most of an answer")
-    result.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="of the weights (default auto: the model's)"
-    )
-    result.add_argument("--device", help="of the model (default: cuda where there is a GPU, else cpu)")
     result.add_argument(
         "--no-graphs", action="store_true", help="on a GPU: run tokens from Python, not as CUDA graphs"
     )
@@ -197,8 +192,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     if not (options.model / "config.json").is_file():
         parser().error(f"--model: expected a folder with config.json, found {options.model}")
     try:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+        import torch  # noqa: F401
+        from transformers import TextStreamer
 
         from kvtier.hf import KvtierCache, graphed
 
@@ -207,11 +202,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         command = "pip install './python[hf]' ./python/engine"
         print(without_package(error, command), file=sys.stderr)
         return 1
-    if options.device is None:
-        options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
-    model = model.to(options.device).eval()
+    model, tokenizer = load_model(options)
     model.set_attn_implementation("kvtier")
     decoder = model.config.get_text_config(decoder=True)
     head_dim = getattr(decoder, "head_dim", None)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Sequence
 
 from kvtier.errors import InvalidArgumentError, invalid, without_package
+from kvtier.model_options import add_model_options, load_model
 
 # What the extra `record` brings is imported where it is used: --help and the errors of options need
 # none of it.
@@ -95,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m kvtier.record", description="Record a trace of a model on a text"
     )
-    result.add_argument("--model", type=Path, required=True, help="a folder that transformers reads")
+    add_model_options(result)
     result.add_argument("--text", type=Path, required=True, help="a file of text, UTF-8")
     result.add_argument("--out", type=Path, required=True, help="safetensors file to write")
     result.add_argument("--tokens", type=int, help="first tokens of the text (default: all)")
@@ -104,13 +105,6 @@ def parser() -> argparse.ArgumentParser:
         "--layers",
         help=f"such as 0,5,9, or all (default: {_DEFAULT_LAYERS}, spread over the model)",
     )
-    result.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "float16", "bfloat16"),
-        default="auto",
-        help="of the weights (default auto: the model's)",
-    )
-    result.add_argument("--device", help="of the model (default: cuda where there is a GPU, else cpu)")
     return result
 
 
@@ -121,19 +115,15 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     if not options.text.is_file():
         parser().error(f"--text: expected a file, found {options.text}")
     try:
-        import torch
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
         from safetensors.torch import save_file
-        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from kvtier.hf.shape import layer_windows, text_config
     except ImportError as error:
         print(without_package(error, "pip install './python[record]'"), file=sys.stderr)
         return 1
-    if options.device is None:
-        options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
-    model = model.to(options.device).eval()
+    model, tokenizer = load_model(options)
     ids = tokenizer(options.text.read_text(encoding="utf-8"), return_tensors="pt").input_ids
     tokens = ids.shape[1] if options.tokens is None else options.tokens
     try:
