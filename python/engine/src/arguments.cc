@@ -41,18 +41,13 @@ std::string dtype_text(nb::dlpack::dtype dtype) {
   return kind + std::to_string(dtype.bits);
 }
 
-/// Returns the dtypes of the arrays that calls have by this name, as an error lists them.
-std::string_view dtypes_of(std::string_view name) {
-  for (const std::string_view ids : {"blocks", "ids", "lengths", "selected", "slots", "tokens"}) {
-    if (name == ids) return "int32";
-  }
-  for (const std::string_view sums : {"bias", "lse", "missed", "scores"}) {
-    if (name == sums) return "float32";
-  }
+std::string_view text_of(Dtypes dtypes) {
+  if (dtypes == Dtypes::kInt32) return "int32";
+  if (dtypes == Dtypes::kFloat32) return "float32";
   return "float32, float16 or bfloat16 (or its bits as uint16)";
 }
 
-DType dtype_of(std::string_view name, nb::dlpack::dtype dtype) {
+DType dtype_of(std::string_view name, nb::dlpack::dtype dtype, Dtypes expected) {
   using Code = nb::dlpack::dtype_code;
   const auto is = [&](Code code, int bits) {
     return dtype.code == static_cast<std::uint8_t>(code) && dtype.bits == bits && dtype.lanes == 1;
@@ -61,7 +56,7 @@ DType dtype_of(std::string_view name, nb::dlpack::dtype dtype) {
   if (is(Code::Float, 16)) return DType::kFloat16;
   if (is(Code::Bfloat, 16) || is(Code::UInt, 16)) return DType::kBFloat16;
   if (is(Code::Int, 32)) return DType::kInt32;
-  invalid(name, dtypes_of(name), dtype_text(dtype));
+  invalid(name, text_of(expected), dtype_text(dtype));
 }
 
 MemorySpace space_of(std::string_view name, int device_type, kvtier::Backend backend) {
@@ -82,10 +77,10 @@ MemorySpace space_of(std::string_view name, int device_type, kvtier::Backend bac
 std::byte no_elements;
 
 template <typename View, typename Array>
-View view_of(std::string_view name, const Array& array, kvtier::Backend backend) {
+View view_of(std::string_view name, const Array& array, Dtypes dtypes, kvtier::Backend backend) {
   View view;
   view.data = array.data() != nullptr ? array.data() : &no_elements;
-  view.dtype = dtype_of(name, array.dtype());
+  view.dtype = dtype_of(name, array.dtype(), dtypes);
   view.space = space_of(name, array.device_type(), backend);
   view.rank = static_cast<int>(array.ndim());
   for (std::size_t i = 0; i < std::min(array.ndim(), view.shape.size()); ++i) {
@@ -107,22 +102,22 @@ void invalid(std::string_view name, std::string_view expected, std::string_view 
       std::string(name) + ": expected " + std::string(expected) + ", found " + std::string(found));
 }
 
-Input::Input(std::string_view name, nb::handle array, kvtier::Backend backend) {
+Input::Input(std::string_view name, nb::handle array, Dtypes dtypes, kvtier::Backend backend) {
   if (array.is_none()) return;
   if (!nb::try_cast(array, array_)) {
     PyErr_Clear();
     invalid(name, "an array with DLPack or the buffer protocol", class_of(array));
   }
-  view_ = view_of<kvtier::TensorView>(name, array_, backend);
+  view_ = view_of<kvtier::TensorView>(name, array_, dtypes, backend);
 }
 
-Output::Output(std::string_view name, nb::handle array, kvtier::Backend backend) {
+Output::Output(std::string_view name, nb::handle array, Dtypes dtypes, kvtier::Backend backend) {
   if (array.is_none()) return;
   if (!nb::try_cast(array, array_)) {
     PyErr_Clear();
     invalid(name, "a writable array with DLPack or the buffer protocol", class_of(array));
   }
-  view_ = view_of<kvtier::MutableTensorView>(name, array_, backend);
+  view_ = view_of<kvtier::MutableTensorView>(name, array_, dtypes, backend);
 }
 
 kvtier::StreamRef stream_of(std::optional<std::uintptr_t> stream, kvtier::Backend backend) {

@@ -17,14 +17,18 @@ namespace nb = nanobind;
 /// Throws `Error(kInvalidArgument)`: "name: expected E, found F".
 [[noreturn]] void invalid(std::string_view name, std::string_view expected, std::string_view found);
 
+/// What the elements of an array may be.
+enum class Dtypes : std::uint8_t { kFloats, kFloat32, kInt32 };
+
 /// An array of a call, and the view of it that the library takes; the array lives as long as this.
 /// Takes everything with DLPack or the buffer protocol; uint16 is read as the bits of bfloat16.
 /// `None` is an empty view. Made with the GIL held.
 class Input {
  public:
+  /// `dtypes`: what an error of one that the library does not have lists; it checks the others.
   /// `backend`: of the engine, which refuses device memory on the CPU. Throws `kInvalidArgument`
   /// for what is no array, another dtype, or memory that the engine cannot reach.
-  Input(std::string_view name, nb::handle array, kvtier::Backend backend);
+  Input(std::string_view name, nb::handle array, Dtypes dtypes, kvtier::Backend backend);
   [[nodiscard]] const kvtier::TensorView& view() const noexcept { return view_; }
 
  private:
@@ -35,7 +39,7 @@ class Input {
 /// As `Input`, for an array that a call writes.
 class Output {
  public:
-  Output(std::string_view name, nb::handle array, kvtier::Backend backend);
+  Output(std::string_view name, nb::handle array, Dtypes dtypes, kvtier::Backend backend);
   [[nodiscard]] const kvtier::MutableTensorView& view() const noexcept { return view_; }
 
  private:

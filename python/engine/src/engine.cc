@@ -31,15 +31,15 @@ namespace {
 struct Entry {
   Entry(const nb::tuple& t, kvtier::Backend backend)
       : use(nb::cast<Session&>(t[0])),
-        query("query", t[1], backend),
-        key("key", t[2], backend),
-        value("value", t[3], backend),
-        selected("selected", t[4], backend),
-        bias("bias", t[5], backend),
-        out("out", t[6], backend),
-        lse("lse", t[7], backend),
-        ids("ids", t[8], backend),
-        missed("missed", t[9], backend),
+        query("query", t[1], Dtypes::kFloats, backend),
+        key("key", t[2], Dtypes::kFloats, backend),
+        value("value", t[3], Dtypes::kFloats, backend),
+        selected("selected", t[4], Dtypes::kInt32, backend),
+        bias("bias", t[5], Dtypes::kFloat32, backend),
+        out("out", t[6], Dtypes::kFloats, backend),
+        lse("lse", t[7], Dtypes::kFloat32, backend),
+        ids("ids", t[8], Dtypes::kInt32, backend),
+        missed("missed", t[9], Dtypes::kFloat32, backend),
         options(nb::cast<const Options&>(t[10])) {}
 
   [[nodiscard]] kvtier::BatchItem item() const {
@@ -191,12 +191,12 @@ void Engine::merge(const nb::list& parts, nb::handle out, nb::handle lse, Stream
   std::deque<Input> inputs;
   std::vector<kvtier::PartialResult> partial;
   for (nb::handle part : parts) {
-    const Input& part_out = inputs.emplace_back("parts.out", part[0], backend_);
-    const Input& part_lse = inputs.emplace_back("parts.lse", part[1], backend_);
+    const Input& part_out = inputs.emplace_back("parts.out", part[0], Dtypes::kFloat32, backend_);
+    const Input& part_lse = inputs.emplace_back("parts.lse", part[1], Dtypes::kFloat32, backend_);
     partial.push_back({part_out.view(), part_lse.view()});
   }
-  const Output to_out("out", out, backend_);
-  const Output to_lse("lse", lse, backend_);
+  const Output to_out("out", out, Dtypes::kFloats, backend_);
+  const Output to_lse("lse", lse, Dtypes::kFloat32, backend_);
   const kvtier::StreamRef on = stream_of(stream, backend_);
   const nb::gil_scoped_release release;
   engine->merge(partial, {to_out.view(), to_lse.view()}, on);

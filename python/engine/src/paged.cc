@@ -37,9 +37,9 @@ std::shared_ptr<kvtier::PagedSketches> PagedSketches::open() const {
 void PagedSketches::store(int layer, nb::handle keys, nb::handle values, nb::handle slots,
                           Stream stream) {
   const std::shared_ptr<kvtier::PagedSketches> sketches = open();
-  const Input k("keys", keys, backend_);
-  const Input v("values", values, backend_);
-  const Input s("slots", slots, backend_);
+  const Input k("keys", keys, Dtypes::kFloats, backend_);
+  const Input v("values", values, Dtypes::kFloats, backend_);
+  const Input s("slots", slots, Dtypes::kInt32, backend_);
   const kvtier::StreamRef on = stream_of(stream, backend_);
   const nb::gil_scoped_release release;
   sketches->store(layer, k.view(), v.view(), s.view(), on);
@@ -49,11 +49,11 @@ void PagedSketches::select(int layer, nb::handle blocks, nb::handle lengths,
                            std::int64_t max_length, nb::handle query, nb::handle ids,
                            nb::handle bias, Stream stream) {
   const std::shared_ptr<kvtier::PagedSketches> sketches = open();
-  const Input table("blocks", blocks, backend_);
-  const Input tokens("lengths", lengths, backend_);
-  const Input q("query", query, backend_);
-  const Output to_ids("ids", ids, backend_);
-  const Output to_bias("bias", bias, backend_);
+  const Input table("blocks", blocks, Dtypes::kInt32, backend_);
+  const Input tokens("lengths", lengths, Dtypes::kInt32, backend_);
+  const Input q("query", query, Dtypes::kFloats, backend_);
+  const Output to_ids("ids", ids, Dtypes::kInt32, backend_);
+  const Output to_bias("bias", bias, Dtypes::kFloat32, backend_);
   const kvtier::StreamRef on = stream_of(stream, backend_);
   const nb::gil_scoped_release release;
   sketches->select(layer, {table.view(), tokens.view(), max_length}, q.view(),
@@ -64,13 +64,13 @@ void PagedSketches::attend(int layer, nb::handle blocks, nb::handle lengths,
                            std::int64_t max_length, nb::handle query, nb::handle keys,
                            nb::handle values, nb::handle out, nb::handle lse, Stream stream) {
   const std::shared_ptr<kvtier::PagedSketches> sketches = open();
-  const Input table("blocks", blocks, backend_);
-  const Input tokens("lengths", lengths, backend_);
-  const Input q("query", query, backend_);
-  const Input k("cache.keys", keys, backend_);
-  const Input v("cache.values", values, backend_);
-  const Output to_out("out", out, backend_);
-  const Output to_lse("lse", lse, backend_);
+  const Input table("blocks", blocks, Dtypes::kInt32, backend_);
+  const Input tokens("lengths", lengths, Dtypes::kInt32, backend_);
+  const Input q("query", query, Dtypes::kFloats, backend_);
+  const Input k("cache.keys", keys, Dtypes::kFloats, backend_);
+  const Input v("cache.values", values, Dtypes::kFloats, backend_);
+  const Output to_out("out", out, Dtypes::kFloats, backend_);
+  const Output to_lse("lse", lse, Dtypes::kFloat32, backend_);
   const kvtier::StreamRef on = stream_of(stream, backend_);
   const nb::gil_scoped_release release;
   sketches->attend(layer, {table.view(), tokens.view(), max_length}, q.view(), {k.view(), v.view()},

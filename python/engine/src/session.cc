@@ -26,8 +26,8 @@ Session::~Session() {
 
 void Session::append(int layer, nb::handle keys, nb::handle values, Stream stream) {
   const Use use(*this);
-  const Input k("keys", keys, backend_);
-  const Input v("values", values, backend_);
+  const Input k("keys", keys, Dtypes::kFloats, backend_);
+  const Input v("values", values, Dtypes::kFloats, backend_);
   const kvtier::StreamRef on = stream_of(stream, backend_);
   const nb::gil_scoped_release release;
   use->append(layer, k.view(), v.view(), on);
@@ -43,10 +43,10 @@ void Session::reserve(std::int64_t tokens, Stream stream) {
 void Session::select(int layer, nb::handle query, nb::handle ids, nb::handle scores,
                      nb::handle bias, Stream stream, const Options& options) {
   const Use use(*this);
-  const Input q("query", query, backend_);
-  const Output to_ids("ids", ids, backend_);
-  const Output to_scores("scores", scores, backend_);
-  const Output to_bias("bias", bias, backend_);
+  const Input q("query", query, Dtypes::kFloats, backend_);
+  const Output to_ids("ids", ids, Dtypes::kInt32, backend_);
+  const Output to_scores("scores", scores, Dtypes::kFloat32, backend_);
+  const Output to_bias("bias", bias, Dtypes::kFloat32, backend_);
   const kvtier::StreamRef on = stream_of(stream, backend_);
   const nb::gil_scoped_release release;
   use->select(layer, q.view(), {to_ids.view(), to_scores.view(), to_bias.view()}, on,
@@ -57,13 +57,13 @@ void Session::attend(int layer, nb::handle query, nb::handle selected, nb::handl
                      nb::handle out, nb::handle lse, nb::handle ids, nb::handle missed,
                      Stream stream, const Options& options) {
   const Use use(*this);
-  const Input q("query", query, backend_);
-  const Input given("selected", selected, backend_);
-  const Input weights("bias", bias, backend_);
-  const Output to_out("out", out, backend_);
-  const Output to_lse("lse", lse, backend_);
-  const Output to_ids("ids", ids, backend_);
-  const Output to_missed("missed", missed, backend_);
+  const Input q("query", query, Dtypes::kFloats, backend_);
+  const Input given("selected", selected, Dtypes::kInt32, backend_);
+  const Input weights("bias", bias, Dtypes::kFloat32, backend_);
+  const Output to_out("out", out, Dtypes::kFloats, backend_);
+  const Output to_lse("lse", lse, Dtypes::kFloat32, backend_);
+  const Output to_ids("ids", ids, Dtypes::kInt32, backend_);
+  const Output to_missed("missed", missed, Dtypes::kFloat32, backend_);
   const kvtier::StreamRef on = stream_of(stream, backend_);
   const nb::gil_scoped_release release;
   use->attend(layer, {q.view(), given.view(), weights.view()},
@@ -74,15 +74,15 @@ void Session::decode(int layer, nb::handle query, nb::handle key, nb::handle val
                      nb::handle selected, nb::handle bias, nb::handle out, nb::handle lse,
                      nb::handle ids, nb::handle missed, Stream stream, const Options& options) {
   const Use use(*this);
-  const Input q("query", query, backend_);
-  const Input k("key", key, backend_);
-  const Input v("value", value, backend_);
-  const Input given("selected", selected, backend_);
-  const Input weights("bias", bias, backend_);
-  const Output to_out("out", out, backend_);
-  const Output to_lse("lse", lse, backend_);
-  const Output to_ids("ids", ids, backend_);
-  const Output to_missed("missed", missed, backend_);
+  const Input q("query", query, Dtypes::kFloats, backend_);
+  const Input k("key", key, Dtypes::kFloats, backend_);
+  const Input v("value", value, Dtypes::kFloats, backend_);
+  const Input given("selected", selected, Dtypes::kInt32, backend_);
+  const Input weights("bias", bias, Dtypes::kFloat32, backend_);
+  const Output to_out("out", out, Dtypes::kFloats, backend_);
+  const Output to_lse("lse", lse, Dtypes::kFloat32, backend_);
+  const Output to_ids("ids", ids, Dtypes::kInt32, backend_);
+  const Output to_missed("missed", missed, Dtypes::kFloat32, backend_);
   const kvtier::StreamRef on = stream_of(stream, backend_);
   const nb::gil_scoped_release release;
   use->decode(layer, {q.view(), k.view(), v.view(), given.view(), weights.view()},
@@ -91,7 +91,7 @@ void Session::decode(int layer, nb::handle query, nb::handle key, nb::handle val
 
 void Session::prefetch(int layer, nb::handle query, Stream stream, const Options& options) {
   const Use use(*this);
-  const Input q("query", query, backend_);
+  const Input q("query", query, Dtypes::kFloats, backend_);
   const kvtier::StreamRef on = stream_of(stream, backend_);
   const nb::gil_scoped_release release;
   use->prefetch(layer, q.view(), on, options.get());
@@ -99,9 +99,9 @@ void Session::prefetch(int layer, nb::handle query, Stream stream, const Options
 
 void Session::fetch(int layer, nb::handle tokens, nb::handle keys, nb::handle values) {
   const Use use(*this);
-  const Input ids("tokens", tokens, backend_);
-  const Output k("keys", keys, backend_);
-  const Output v("values", values, backend_);
+  const Input ids("tokens", tokens, Dtypes::kInt32, backend_);
+  const Output k("keys", keys, Dtypes::kFloats, backend_);
+  const Output v("values", values, Dtypes::kFloats, backend_);
   const nb::gil_scoped_release release;
   use->fetch(layer, ids.view(), {k.view(), v.view()});
 }
