@@ -112,8 +112,6 @@ class ArenaView {
            2 * std::uint64_t{generation};
   }
 
- private:
-  explicit ArenaView(const std::byte* base) : base_(base) {}
   /// Later reads are made after earlier ones.
   static void order_reads() noexcept {
 #if defined(__SANITIZE_THREAD__)
@@ -122,6 +120,9 @@ class ArenaView {
     std::atomic_thread_fence(std::memory_order_acquire);
 #endif
   }
+
+ private:
+  explicit ArenaView(const std::byte* base) : base_(base) {}
 
   const std::byte* base_;
 };
