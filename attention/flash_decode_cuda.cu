@@ -47,10 +47,9 @@ struct BlockShape {
   static constexpr int kQueryBytes = cuda::QueryFragments<T, D, NT>::kSharedBytes;
   /// One stage must hold what is written in the place of the tiles: accumulators of the warps.
   static_assert(cuda::TileLayout<D>::kBytes >= 8 * NT * (D + 4) * 4);
-  /// And all of it the states of a merge of `kMaxBlocks` parts, and of some parts what a block
-  /// merges at a time.
+  /// And all of it what a block merges of a run: states, and a vector of each thread.
   static constexpr int kMergeBytes =
-      kMaxBlocks * 8 * NT * static_cast<int>(sizeof(float2)) + 8 * kThreads * 16;
+      cuda::most_in_run(kMaxBlocks) * (8 * NT * static_cast<int>(sizeof(float2)) + kThreads * 16);
 };
 
 constexpr std::size_t kNoRowBytes = std::size_t{4} * kMaxHeadDim;
@@ -63,9 +62,11 @@ std::size_t ticket_bytes(const FlashDecodeLimits& limits) {
   return (sets * sizeof(unsigned) + 255) / 256 * 256;
 }
 
+constexpr std::size_t kSlots = std::size_t{2} * kMaxBlocks;
+constexpr std::size_t kRunTicketBytes = kSlots * sizeof(unsigned);
+
 std::size_t num_partials(const FlashDecodeLimits& limits) {
-  return std::size_t{2} * kMaxBlocks *
-         static_cast<std::size_t>(std::min(limits.query_heads, kMaxGroup));
+  return kSlots * static_cast<std::size_t>(std::min(limits.query_heads, kMaxGroup));
 }
 
 Workspace workspace_in(std::byte* memory, const FlashDecodeLimits& limits) {
@@ -73,7 +74,9 @@ Workspace workspace_in(std::byte* memory, const FlashDecodeLimits& limits) {
   workspace.no_row = memory;
   workspace.counts = reinterpret_cast<RowCounts*>(memory + kNoRowBytes);
   workspace.tickets = reinterpret_cast<unsigned*>(memory + kNoRowBytes + kCountBytes);
-  std::byte* partials = memory + kNoRowBytes + kCountBytes + ticket_bytes(limits);
+  workspace.run_tickets =
+      reinterpret_cast<unsigned*>(memory + kNoRowBytes + kCountBytes + ticket_bytes(limits));
+  std::byte* partials = reinterpret_cast<std::byte*>(workspace.run_tickets) + kRunTicketBytes;
   workspace.states = reinterpret_cast<float2*>(partials);
   workspace.out = reinterpret_cast<float*>(partials + num_partials(limits) * sizeof(float2));
   return workspace;
@@ -321,20 +324,35 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
       }
     }
     if (!whole) {
-      transfer::cuda::release_to_copies();
-      __syncthreads();  // all threads have written, and read the tiles' memory
-      if (threadIdx.x == 0) {
-        __threadfence();  // this part is seen by whoever sees the ticket
-        unsigned* const ticket = workspace.tickets + set.row * request.kv.kv_heads + set.kv_head;
-        merges = atomicAdd(ticket, 1U) + 1 == static_cast<unsigned>(parts.count);
-        if (merges) *ticket = 0;
-        __threadfence();
+      const int merge_bytes = max(num_stages * Shape::kStageBytes, Shape::kMergeBytes);
+      const cuda::Runs runs(parts.count, group * (D * 4 + static_cast<int>(sizeof(float2))),
+                            merge_bytes - 16);
+      // Whether this block is the last of `count` to have written a part.
+      const auto is_last = [&](unsigned* ticket, int count) {
+        transfer::cuda::release_to_copies();
+        __syncthreads();  // all threads have written, and read the tiles' memory
+        if (threadIdx.x == 0) {
+          __threadfence();  // this part is seen by whoever sees the ticket
+          merges = atomicAdd(ticket, 1U) + 1 == static_cast<unsigned>(count);
+          if (merges) *ticket = 0;
+          __threadfence();
+        }
+        __syncthreads();  // `merges` is set
+        return merges;
+      };
+      const auto merge = [&](const OutputItem* to, const cuda::PartRun& run) {
+        cuda::merge_parts<D, kWarps>(request, workspace, to, set, parts, run, merge_barrier,
+                                     merge_parity, shared, merge_bytes);
+      };
+      bool merged = true;  // the run that this block's part is in
+      if (runs.count() > 1) {
+        const cuda::PartRun run = runs.of_part(parts.of_block(block));
+        merged = is_last(workspace.run_tickets + parts.slot(run.first), run.count);
+        if (merged) merge(nullptr, run);
       }
-      __syncthreads();  // `merges` is set
-      if (merges) {
-        cuda::merge_parts<D, kWarps>(request, workspace, item, set, parts, merge_barrier,
-                                     merge_parity, shared,
-                                     max(num_stages * Shape::kStageBytes, Shape::kMergeBytes));
+      unsigned* const ticket = workspace.tickets + set.row * request.kv.kv_heads + set.kv_head;
+      if (merged && is_last(ticket, runs.count() > 1 ? runs.count() : parts.count)) {
+        merge(&item, runs.count() > 1 ? runs.merged() : runs.of_part(0));
       }
     }
     begin = set.first_tile + static_cast<unsigned>(last);
@@ -405,7 +423,8 @@ namespace cuda {
 std::size_t workspace_bytes(const FlashDecodeLimits& limits) {
   const std::size_t each =
       sizeof(float2) + sizeof(float) * static_cast<std::size_t>(limits.head_dim);
-  return kNoRowBytes + kCountBytes + ticket_bytes(limits) + num_partials(limits) * each;
+  return kNoRowBytes + kCountBytes + ticket_bytes(limits) + kRunTicketBytes +
+         num_partials(limits) * each;
 }
 
 void attend(void* stream, const AttendRequest& request, const SelectionView& selection,

@@ -25,9 +25,11 @@ struct RowCounts {
 struct Workspace {
   std::byte* no_row = nullptr;  ///< Zeros, read in the place of rows past the end.
   RowCounts* counts = nullptr;  ///< Zero between launches.
-  unsigned* tickets = nullptr;  ///< `[sets]`: blocks that have written their part; zero between.
-  float2* states = nullptr;     ///< `[slots][group]`: maximum and sum.
-  float* out = nullptr;         ///< `[slots][group][head_dim]`
+  unsigned* tickets =
+      nullptr;  ///< `[sets]`: parts, or runs of them, that are written; zero between.
+  unsigned* run_tickets = nullptr;  ///< `[slots]`: the same of the run that begins in the slot.
+  float2* states = nullptr;         ///< `[slots][group]`: maximum and sum.
+  float* out = nullptr;             ///< `[slots][group][head_dim]`
 };
 
 template <typename Integer>
@@ -90,42 +92,78 @@ struct Parts {
     others = 2 * block;
   }
   __device__ std::int64_t slot(int part) const { return part == 0 ? first : others + 2 * part; }
+  /// The part of a block.
+  __device__ int of_block(int block) const { return block - others / 2; }
 };
 
-/// One block merges the parts of a set, in their order. `shared` has `bytes` bytes: the states of
-/// all parts and heads, and parts as many as fit, of which each thread has a vector at a time. The
-/// copies are under way before the weights are known. `parity` is of the barrier's next phase.
+/// Parts that one block merges: `count` of them, the first is `first`, `step` parts apart.
+struct PartRun {
+  int first = 0;
+  int step = 1;
+  int count = 0;
+};
+
+/// How many parts are merged at a time. Parts that do not fit into shared memory together are
+/// merged in runs, each by the last of its blocks, and the runs by the last of these: one block
+/// alone reads slowly. H100, dense over 131,072 tokens, 32 query heads over 2 KV heads: 132 parts
+/// of 8 KiB a set.
+struct Runs {
+  int parts = 0;  ///< Of all.
+  int each = 0;   ///< Parts of a run; the last one has what is left.
+
+  __device__ Runs(int count, int part_bytes, int bytes) : parts(count), each(count) {
+    if (count * part_bytes <= bytes) return;
+    each = static_cast<int>(ceilf(sqrtf(static_cast<float>(count))));
+  }
+  __device__ int count() const { return (parts + each - 1) / each; }
+  __device__ PartRun of_part(int part) const {
+    const int begin = part / each * each;
+    return {.first = begin, .count = min(each, parts - begin)};
+  }
+  /// The first parts of all runs, where the merged ones are.
+  __device__ PartRun merged() const { return {.step = each, .count = count()}; }
+};
+/// Most parts that are merged at a time where `Runs` has more than one, of at most `blocks`.
+constexpr int most_in_run(int blocks) {
+  int most = 1;
+  while (most * most < blocks) ++most;
+  return most;
+}
+
+/// One block merges parts of a set, in their order, and writes the results to `item` or, where that
+/// is nullptr, to the slot of the first part. `shared` has `bytes` bytes: the states of these parts
+/// and heads, and as many vectors of all of them as fit, a multiple of the threads. The copies are
+/// under way before the weights are known. `parity` is of the barrier's next phase.
 template <int D, int kWarps>
 __device__ void merge_parts(const AttendRequest& request, const Workspace& workspace,
-                            const OutputItem& item, const RowSet& set, const Parts& parts,
-                            transfer::cuda::CopyBarrier& barrier, unsigned& parity,
-                            std::byte* shared, int bytes) {
+                            const OutputItem* item, const RowSet& set, const Parts& parts,
+                            const PartRun& run, transfer::cuda::CopyBarrier& barrier,
+                            unsigned& parity, std::byte* shared, int bytes) {
   constexpr int kThreads = 32 * kWarps;
   const int group = request.kv.group();
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   const int vectors = group * (D / 4);
+  const auto slot = [&](int i) { return parts.slot(run.first + i * run.step); };
   auto* const states = reinterpret_cast<float2*>(shared);
-  const int state_bytes = (group * parts.count * static_cast<int>(sizeof(float2)) + 15) / 16 * 16;
+  const int state_bytes = (group * run.count * static_cast<int>(sizeof(float2)) + 15) / 16 * 16;
   std::byte* const copies = shared + state_bytes;
-  const int most = (bytes - state_bytes) / (kThreads * static_cast<int>(sizeof(float4)));
-  const auto start = [&](int from_vector, int from_part, int count) {
+  const int fitting = (bytes - state_bytes) / (run.count * static_cast<int>(sizeof(float4)));
+  const int most = fitting >= vectors ? vectors : fitting / kThreads * kThreads;
+  const auto start = [&](int from) {
     if (thread >= 32) return;
     transfer::cuda::acquire_for_copies();
-    barrier.start_pieces(copies, static_cast<unsigned>(min(vectors - from_vector, kThreads)) * 16U,
-                         count, [&](int i) {
-                           return workspace.out +
-                                  (parts.slot(from_part + i) * vectors + from_vector) * 4;
-                         });
+    barrier.start_pieces(copies, static_cast<unsigned>(min(vectors - from, most)) * 16U, run.count,
+                         [&](int i) { return workspace.out + (slot(i) * vectors + from) * 4; });
   };
-  start(0, 0, min(parts.count, most));
+  start(0);
 #pragma unroll 1
   for (int head = thread / 32; head < group; head += kWarps) {
-    float2* const of_head = states + head * parts.count;
+    float2* const of_head = states + head * run.count;
     float largest = -INFINITY;
 #pragma unroll 2
-    for (int i = lane; i < parts.count; i += 32) {
-      of_head[i] = __ldcg(workspace.states + parts.slot(i) * group + head);
+    for (int i = lane; i < run.count; i += 32) {
+      of_head[i] = __ldcg(workspace.states + slot(i) * group + head);
       largest = fmaxf(largest, of_head[i].x);
     }
     for (int distance = 16; distance > 0; distance /= 2) {
@@ -133,43 +171,46 @@ __device__ void merge_parts(const AttendRequest& request, const Workspace& works
     }
     SoftmaxState total{largest, 0.0F};
 #pragma unroll 1
-    for (int i = lane; i < parts.count; i += 32) {
+    for (int i = lane; i < run.count; i += 32) {
       const float weight = of_head[i].y > 0.0F ? expf(of_head[i].x - largest) : 0.0F;
       total.sum += weight * of_head[i].y;
       of_head[i].x = weight;
     }
     total.sum = warp_sum(total.sum);
+    if (item == nullptr) {
+      if (lane == 0) workspace.states[slot(0) * group + head] = {total.max, total.sum};
+      continue;
+    }
 #pragma unroll 1
-    for (int i = lane; i < parts.count; i += 32) of_head[i].x *= total.inverse_sum();
-    if (lane == 0 && item.lse != nullptr) {
-      item.lse[(set.kv_head * group + head) * item.lse_stride] = total.lse();
+    for (int i = lane; i < run.count; i += 32) of_head[i].x *= total.inverse_sum();
+    if (lane == 0 && item->lse != nullptr) {
+      item->lse[(set.kv_head * group + head) * item->lse_stride] = total.lse();
     }
   }
   __syncthreads();  // weights of all heads are there
 #pragma unroll 1
-  for (int from = 0; from < vectors; from += kThreads) {
-    const int vector = from + thread;
-    const int head = min(vector, vectors - 1) / (D / 4);
-    const int stride = min(vectors - from, kThreads);
-    float4 sum{};
-#pragma unroll 1
-    for (int first = 0; first < parts.count; first += most) {
-      const int count = min(parts.count - first, most);
-      if (from > 0 || first > 0) {
-        transfer::cuda::release_to_copies();
-        __syncthreads();  // the copies before have been read
-        start(from, first, count);
-      }
-      barrier.wait(parity);
-      parity ^= 1U;
-      if (vector >= vectors) continue;
-      const float2* weights = states + head * parts.count + first;
-      const auto* values = reinterpret_cast<const float4*>(copies) + thread;
-#pragma unroll 4
-      for (int i = 0; i < count; ++i) add_scaled(sum, weights[i].x, values[i * stride]);
+  for (int from = 0; from < vectors; from += most) {
+    if (from > 0) {
+      transfer::cuda::release_to_copies();
+      __syncthreads();  // the copies before have been read
+      start(from);
     }
-    if (vector < vectors) {
-      store_output(item, set.kv_head * group + head, vector % (D / 4) * 4, sum);
+    barrier.wait(parity);
+    parity ^= 1U;
+    const int stride = min(vectors - from, most);
+#pragma unroll 1
+    for (int i = thread; i < stride; i += kThreads) {
+      const int head = (from + i) / (D / 4);
+      const float2* weights = states + head * run.count;
+      const auto* values = reinterpret_cast<const float4*>(copies) + i;
+      float4 sum{};
+#pragma unroll 4
+      for (int p = 0; p < run.count; ++p) add_scaled(sum, weights[p].x, values[p * stride]);
+      if (item != nullptr) {
+        store_output(*item, set.kv_head * group + head, (from + i) % (D / 4) * 4, sum);
+      } else {
+        reinterpret_cast<float4*>(workspace.out)[slot(0) * vectors + from + i] = sum;
+      }
     }
   }
 }
