@@ -33,6 +33,7 @@ int num_layers(const StepCase& step) {
 Config engine_config(const StepCase& step, int layers) {
   Config config;
   config.backend = Backend::kCuda;
+  config.dense_when_faster = false;  // what is measured as sparse is
   config.model = {.layers = layers,
                   .query_heads = step.query_heads,
                   .kv_heads = step.kv_heads,

@@ -56,6 +56,7 @@ Config engine_config(const ModelCase& shape, const CaseOfModel& at, std::int64_t
                      const Variant& variant) {
   Config config;
   config.backend = Backend::kCuda;
+  config.dense_when_faster = false;  // what is measured as sparse is
   config.model = {.layers = shape.layers,
                   .query_heads = shape.query_heads,
                   .kv_heads = shape.kv_heads,

@@ -58,6 +58,7 @@ void bench_overlap(Run& run, std::int64_t tokens, const RetrievalConfig& fast,
   constexpr int kQueries = 8;
   Config config;
   config.backend = Backend::kCuda;
+  config.dense_when_faster = false;  // what is measured as sparse is
   config.model = {.layers = 1, .query_heads = 32, .kv_heads = 8, .head_dim = 128};
   config.retrieval = fast;
   config.memory.placement = KvPlacement::kDevice;

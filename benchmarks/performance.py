@@ -7,7 +7,7 @@
 The text around the tables is benchmarks/performance.template; `{{name}}` there is replaced by what a function
 `name` of this folder returns. The newest file of each kind counts: DATE-h200-kvtier-bench.json (`kvtier-bench all`), and DATE-h100-kvtier-bench.json,
 DATE-h200-needle-llama.json, DATE-h200-replay.json, DATE-h200-model.json (`kvtier-bench
-model`), DATE-h100-host.json (`kvtier-llama bench` with KV in host memory), DATE-h200-ttft.json (`kvtier-bench ttft`), DATE-cpu-tiers.json (`kvtier-tier-bench`), which
+model`), DATE-h100-host.json (`kvtier-llama bench` with KV in host memory), DATE-h200-ttft.json (`kvtier-bench ttft`), DATE-h100-dense-rule.json (`kvtier-bench decode_step`), DATE-cpu-tiers.json (`kvtier-tier-bench`), which
 may be missing. Python's standard library is enough.
 """
 
@@ -473,6 +473,27 @@ def ttft(_):
             + table(["prefill of a layer with", "ms", "of the prefill"], rows))
 
 
+def dense_rule(_):
+    """Steps of kvtier, dense and sparse, and cuDNN's."""
+    run = Run(newest("dense-rule", "h100"))
+    shapes = [(32, 2), (64, 4), (8, 1), (16, 2), (28, 4), (32, 4), (32, 8), (64, 8)]
+    lengths = [16 * K, 32 * K, 64 * K, 128 * K, 256 * K, M]
+
+    def cell(tokens, query_heads, kv_heads):
+        shape = {"tokens": tokens, "batch": 1, "query_heads": query_heads, "kv_heads": kv_heads}
+        dense = run.get("us", "decode_step", estimator="dense", **shape)
+        sparse = run.get("us", "decode_step", estimator="norm_aware", recall=None, **shape)
+        library = run.get("us", "dense_cudnn", **shape)
+        if dense is None or sparse is None:
+            return ""
+        return f"{number(dense)} / {number(sparse)}" + ("" if library is None else f" ({number(library)})")
+
+    rows = [(f"{q} / {kv}", *(cell(tokens, q, kv) for tokens in lengths)) for q, kv in shapes]
+    return (f"`benchmarks/results/{run.path.name}`, {run.date}, one {run.machine['device']}. Microseconds of a step, append included: dense by kvtier / sparse, "
+            "norm-aware 256 bits, 33x. In brackets: cuDNN, without an append.\n\n"
+            + table(["query / KV heads", *(context(tokens) for tokens in lengths)], rows))
+
+
 def resident(_):
     run = Run(newest("resident"))
 
@@ -497,7 +518,7 @@ def resident(_):
 
 BLOCKS = {function.__name__: function for function in
           (run_block, graphs, targets, step_targets, other_card, contexts, shapes, selections, kernels, stages, overlaps, dense_rows, failures, needle,
-           needle_file, replay, replay_file, whole_model, host_model, ttft, resident, oversubscription, oversubscription_block, service, service_block, tiers, tiers_block)}
+           needle_file, replay, replay_file, whole_model, host_model, ttft, resident, dense_rule, oversubscription, oversubscription_block, service, service_block, tiers, tiers_block)}
 
 
 def document(run):

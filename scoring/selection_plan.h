@@ -63,7 +63,8 @@ struct DeviceLimits {
   int processors = 0;
   int major = 0;  ///< Compute capability.
   std::int64_t l2_bytes = 0;
-  int block_bytes = 0;  ///< Most shared memory of a block.
+  int block_bytes = 0;     ///< Most shared memory of a block.
+  double read_gbps = 0.0;  ///< Of its memory, by clock and width.
 };
 
 namespace cuda {

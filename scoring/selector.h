@@ -108,6 +108,9 @@ class Selector {
   /// with active recall parameters. The plan of the last shape is kept: asking again costs nothing.
   const SelectionPlan& plan(const SelectRequest& request, bool recall = false);
 
+  /// Limits of the CUDA device; of the CPU all are 0.
+  [[nodiscard]] const DeviceLimits& device() const { return device_; }
+
   /// Converts the caller's queries to fp32 `queries` and builds their tables for the next `select`.
   void read_queries(transfer::Stream& stream, const ScoreParams& params,
                     const hashing::PlanesView& planes, const QueryInput& input, float* queries);

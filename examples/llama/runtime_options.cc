@@ -254,6 +254,7 @@ Config engine_config(const ModelConfig& model, const RuntimeOptions& runtime,
                      const std::vector<Method>& methods, std::int64_t tokens) {
   Config config;
   config.backend = runtime.backend;
+  config.dense_when_faster = false;  // what is measured as sparse is
   config.model.layers = model.layers;
   config.model.query_heads = model.query_heads;
   config.model.kv_heads = model.kv_heads;

@@ -326,6 +326,13 @@ struct Config {
   /// call throws with the layer and the token, and an append of it is taken back. When false,
   /// tokens with such keys or values score lowest and are counted in `Stats`.
   bool reject_nonfinite = true;
+  /// Whether a sparse layer attends to all visible tokens where that is expected to be faster than
+  /// to select some: on CUDA with `KvPlacement::kDevice`, from 16,384 tokens on, by shape, length
+  /// and GPU (docs/performance.md). Such results are those of dense attention;
+  /// `Stats::Cumulative::dense_queries` counts them. A captured call decides by what its sessions
+  /// have reserved. Never where ids or missed shares are asked for or ids are given, nor where
+  /// `AttendOptions::mode` is.
+  bool dense_when_faster = true;
   /// Waits after each stage of calls without a stream, to fill `Stats::seconds`. Slower.
   bool time_stages = false;
   /// The only sink of the library's messages: state changes, never per step. Called by one thread

@@ -225,8 +225,9 @@ typedef struct kvtier_config {
   kvtier_row_cache_policy row_cache_policy;
   kvtier_page_format page_format;
   kvtier_page_policy page_policy;
-  int32_t verify_rows;   /* not 0: rows in host memory are compared with checksums */
-  int32_t prefetch_rows; /* not 0: rows are put into the row cache after each step */
+  int32_t verify_rows;       /* not 0: rows in host memory are compared with checksums */
+  int32_t prefetch_rows;     /* not 0: rows are put into the row cache after each step */
+  int32_t dense_when_faster; /* not 0: sparse layers attend to all tokens where that is faster */
 } kvtier_config;
 
 /* Per-call overrides; `kvtier_options_init` sets every field to "not given". */
@@ -287,6 +288,7 @@ typedef struct kvtier_stats {
   uint64_t rows_corrupt;
   uint64_t rows_prefetched, rows_prefetched_useful, rows_prefetched_wasted;
   uint64_t row_cache_rows; /* per KV head of a session's layer; 0: no row cache */
+  uint64_t dense_queries;  /* of `queries`: attended to all tokens, as that was faster */
 } kvtier_stats;
 
 /* Bound i is 50 us << i; the last count is of what took longer than all of them. */

@@ -23,6 +23,8 @@ struct Stats {
   struct Cumulative {
     std::uint64_t tokens_appended = 0;  ///< (token, layer) pairs.
     std::uint64_t queries = 0;          ///< (query token, layer) pairs attended.
+    /// Of `queries`: those of sparse layers that attended to all tokens (`dense_when_faster`).
+    std::uint64_t dense_queries = 0;
     std::uint64_t rows_selected = 0;  ///< Rows chosen by score, per (query token, KV head, layer).
     std::uint64_t rows_attended = 0;  ///< Rows chosen plus sink, window and dense rows, likewise.
     std::uint64_t bytes_host_to_device = 0;  ///< Rows read from host pages by steps and prefetches.

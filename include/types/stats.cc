@@ -24,6 +24,7 @@ std::uint64_t LatencyHistogram::total() const noexcept {
 Stats::Cumulative operator-(const Stats::Cumulative& a, const Stats::Cumulative& b) noexcept {
   return {.tokens_appended = a.tokens_appended - b.tokens_appended,
           .queries = a.queries - b.queries,
+          .dense_queries = a.dense_queries - b.dense_queries,
           .rows_selected = a.rows_selected - b.rows_selected,
           .rows_attended = a.rows_attended - b.rows_attended,
           .bytes_host_to_device = a.bytes_host_to_device - b.bytes_host_to_device,

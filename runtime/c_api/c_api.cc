@@ -70,6 +70,7 @@ void kvtier_config_init(kvtier_config* config) {
   config->page_policy = static_cast<kvtier_page_policy>(d.memory.page_policy);
   config->verify_rows = d.memory.verify_rows ? 1 : 0;
   config->prefetch_rows = d.memory.prefetch_rows ? 1 : 0;
+  config->dense_when_faster = d.dense_when_faster ? 1 : 0;
 }
 
 void kvtier_options_init(kvtier_options* options) {
@@ -158,7 +159,8 @@ kvtier_status kvtier_engine_stats(const kvtier_engine* engine, kvtier_stats* sta
         .rows_prefetched = s.cumulative.rows_prefetched,
         .rows_prefetched_useful = s.cumulative.rows_prefetched_useful,
         .rows_prefetched_wasted = s.cumulative.rows_prefetched_wasted,
-        .row_cache_rows = static_cast<std::uint64_t>(s.snapshot.row_cache_rows)};
+        .row_cache_rows = static_cast<std::uint64_t>(s.snapshot.row_cache_rows),
+        .dense_queries = s.cumulative.dense_queries};
     std::memcpy(stats, &full, size);
   });
 }

@@ -189,6 +189,7 @@ Config to_config(const kvtier_config& c) {
   }
   config.backend = checked<Backend>(c.backend, KVTIER_BACKEND_CUDA, "backend");
   config.reject_nonfinite = c.reject_nonfinite != 0;
+  config.dense_when_faster = c.dense_when_faster != 0;
   if (c.log != nullptr) {
     config.log = [log = c.log, context = c.log_context](LogLevel level, std::string_view message) {
       log(context, static_cast<int32_t>(level), std::string(message).c_str());

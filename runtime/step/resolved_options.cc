@@ -7,7 +7,8 @@ namespace kvtier::runtime {
 
 bool ResolvedOptions::same_launch(const ResolvedOptions& other) const {
   return rule == other.rule && params == other.params && recall_params == other.recall_params &&
-         softmax_scale == other.softmax_scale && logit_softcap == other.logit_softcap;
+         softmax_scale == other.softmax_scale && logit_softcap == other.logit_softcap &&
+         may_be_dense == other.may_be_dense;
 }
 
 ResolvedOptions resolve_options(const EngineState& engine, int layer,
@@ -29,6 +30,10 @@ ResolvedOptions resolve_options(const EngineState& engine, int layer,
                    .sink_tokens = retrieval.sink_tokens,
                    .recent_tokens = retrieval.recent_tokens,
                    .window_tokens = defaults.window_tokens};
+  resolved.may_be_dense = engine.config.dense_when_faster && !options.mode &&
+                          resolved.rule.mode == LayerMode::kSparse &&
+                          engine.pools.pages_on_device &&
+                          engine.device->backend() == Backend::kCuda;
   resolved.params = scoring::score_params(retrieval, model.head_dim, resolved.softmax_scale, layer);
   return resolved;
 }

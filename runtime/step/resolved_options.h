@@ -20,6 +20,8 @@ struct ResolvedOptions {
   float logit_softcap = 0.0F;
   std::int64_t dense_from = 0;
   std::int64_t tokens_after = 0;
+  /// Whether a sparse layer may attend to all tokens (`Config::dense_when_faster`).
+  bool may_be_dense = false;
 
   /// True when rows of both calls may share launches; `dense_from` and
   /// `tokens_after` are per row.

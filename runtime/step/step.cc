@@ -4,10 +4,12 @@
 #include "runtime/sequence/row_cache.h"
 #include "runtime/step/stage_timer.h"
 #include "runtime/step/tiered_attention.h"
+#include "scoring/dense_rule.h"
 #include "transfer/kv/row_checks.h"
 #include "transfer/kv/rows.h"
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -40,14 +42,20 @@ struct Launch {
   scoring::SketchTables sketches;
   transfer::QueryBatch queries;
   std::int64_t max_length = 0;
+  std::int64_t least_length = std::numeric_limits<std::int64_t>::max();
+  bool dense = false;  ///< All tokens are attended, though the layer is sparse.
 
   /// The part whose options are those of all.
   [[nodiscard]] const AttendPart& first() const { return *slices.front().part; }
   [[nodiscard]] const ResolvedOptions& options() const { return first().options; }
-  /// Returns whether the selector chooses the tokens, from tables of the queries.
-  [[nodiscard]] bool scores() const {
-    return is_sparse(first()) && first().inputs.selected.empty();
+  [[nodiscard]] bool sparse() const { return is_sparse(first()) && !dense; }
+  [[nodiscard]] transfer::SpanRule rule() const {
+    transfer::SpanRule rule = options().rule;
+    if (dense) rule.mode = LayerMode::kDense;
+    return rule;
   }
+  /// Returns whether the selector chooses the tokens, from tables of the queries.
+  [[nodiscard]] bool scores() const { return sparse() && first().inputs.selected.empty(); }
 };
 
 /// What `read_queries` leaves for the selection.
@@ -71,6 +79,8 @@ class Step {
       : scope_(scope), engine_(engine), workspace_(engine.workspace), layer_(layer) {}
 
   void add(Launch& launch, const Slice& slice) const;
+  /// Returns whether the launch attends to all tokens because that is faster.
+  [[nodiscard]] bool dense_is_faster(const Launch& launch) const;
   /// `after_append`: nothing was enqueued since the append.
   void run(const Launch& launch, bool after_append);
 
@@ -79,6 +89,10 @@ class Step {
   /// Returns whether the launch may find pages evicted.
   [[nodiscard]] bool pages_may_be_evicted() const {
     return engine_.pools.pages->has_tiers() && !scope_.capturing();
+  }
+  /// Tokens that the launch may find. A captured one is replayed up to the capacity.
+  [[nodiscard]] std::int64_t tokens_of(const LayerState& layer) const {
+    return scope_.capturing() ? layer.capacity : layer.length;
   }
   [[nodiscard]] transfer::StepFlags* flags(const Launch& launch) const;
   [[nodiscard]] std::vector<LayerState*> layers(const Launch& launch) const;
@@ -123,9 +137,39 @@ void Step::add(Launch& launch, const Slice& slice) const {
   }
   launch.sequences.push(state.view);
   launch.sketches.push(is_sparse(part) ? state.slabs[part.sketch].device_addresses() : nullptr);
-  launch.max_length =
-      std::max(launch.max_length, scope_.capturing() ? state.capacity : state.length);
+  launch.max_length = std::max(launch.max_length, tokens_of(state));
+  launch.least_length = std::min(launch.least_length, tokens_of(state));
   launch.slices.push_back(slice);
+}
+
+bool Step::dense_is_faster(const Launch& launch) const {
+  const AttendPart& first = launch.first();
+  const ResolvedOptions& options = first.options;
+  const auto wants_missed = [](const Slice& slice) { return !slice.part->outputs.missed.empty(); };
+  if (!options.may_be_dense || first.prefetches || has_ids(first) ||
+      launch.least_length < scoring::kLeastDenseTokens ||
+      std::ranges::any_of(launch.slices, wants_missed)) {
+    return false;
+  }
+  const transfer::KvGeometry& kv = engine_.kv;
+  const bool per_head = options.params.selection == Selection::kPerQueryHead;
+  const scoring::SelectionPlan& plan =
+      workspace_.selector.plan(select_request(launch, {}), options.recall_params.active);
+  scoring::LaunchCost cost{.path = plan.path,
+                           .recall = options.recall_params.active,
+                           .group = kv.group(),
+                           .least_tokens = launch.least_length,
+                           .row_bytes = static_cast<double>(kv.row_bytes()),
+                           .read_gbps = workspace_.selector.device().read_gbps};
+  for (const Slice& slice : launch.slices) {
+    const std::int64_t tokens = tokens_of(slice.part->session->layer(layer_));
+    const std::int64_t selected =
+        std::min(tokens, max_per_row(options.params, tokens) * (per_head ? kv.group() : 1));
+    const std::int64_t sets = slice.count * kv.kv_heads;
+    cost.pairs += static_cast<double>(tokens * sets);
+    cost.selected += static_cast<double>(selected * sets);
+  }
+  return scoring::dense_is_faster(cost);
 }
 
 void Step::run(const Launch& launch, bool after_append) {
@@ -145,7 +189,9 @@ void Step::run(const Launch& launch, bool after_append) {
       select(launch, after_append);
     }
     if (!scope_.capturing()) {
-      engine_.statistics.query_tokens += static_cast<std::uint64_t>(launch.queries.count);
+      const auto queries = static_cast<std::uint64_t>(launch.queries.count);
+      engine_.statistics.query_tokens += queries;
+      if (launch.dense) engine_.statistics.dense_query_tokens += queries;
     }
   }
   workspace_.staging.finish(stream());
@@ -184,7 +230,7 @@ void Step::attend(const Launch& launch, bool after_append) {
   }
 
   attention::AttendRequest request{.kv = engine_.kv,
-                                   .rule = options.rule,
+                                   .rule = launch.rule(),
                                    .sequences = launch.sequences,
                                    .rows = launch.queries,
                                    .queries = workspace_.queries.as<float>(),
@@ -196,7 +242,7 @@ void Step::attend(const Launch& launch, bool after_append) {
                                    .places = {}};
   transfer::SelectionView selection;
   std::int64_t most = 0;
-  if (is_sparse(launch.first())) {
+  if (launch.sparse()) {
     selection = choose(launch, read);
     most = max_selected(launch);
     request.k_known = read.plan.k_known;
@@ -224,8 +270,7 @@ void Step::attend(const Launch& launch, bool after_append) {
 }
 
 transfer::StepFlags* Step::flags(const Launch& launch) const {
-  const AttendPart& part = launch.first();
-  return is_sparse(part) ? engine_.statistics.of_sketch(part.sketch)
+  return launch.sparse() ? engine_.statistics.of_sketch(launch.first().sketch)
                          : engine_.statistics.unscored();
 }
 
@@ -267,7 +312,7 @@ transfer::RowReading Step::row_reading(const Launch& launch,
           .flags = session_flags(launch),
           .rows = launch.queries,
           .selection = selection,
-          .rule = launch.options().rule,
+          .rule = launch.rule(),
           .frames = engine_.pools.frame_checks};
 }
 
@@ -374,7 +419,7 @@ bool Step::ensure_resident(const Launch& launch, TieredLaunch& tiered, QueriesRe
   bool together = tiered.ensure_resident(selection);
   while (scope_.workspace_lost()) {
     read = read_queries(launch, false, /*repeated=*/true);
-    if (is_sparse(launch.first())) selection = choose(launch, read);
+    if (launch.sparse()) selection = choose(launch, read);
     together = tiered.ensure_resident(selection);
   }
   read.repeated = false;
@@ -449,7 +494,7 @@ void Step::export_ids(const Launch& launch, const QueriesRead& read, const Selec
 void Step::finish_attend(const Launch& launch, const QueriesRead& read, Outputs& outputs) {
   const MutableTensorView& ids = launch.first().outputs.selected;
   if (!ids.empty()) export_ids(launch, read, {.ids = ids});
-  if (launch.options().recall_params.active) {
+  if (launch.sparse() && launch.options().recall_params.active) {
     int query = 0;
     for (const Slice& slice : launch.slices) {
       const MutableTensorView& missed = slice.part->outputs.missed;
@@ -483,6 +528,7 @@ void attend(SubmissionScope& scope, EngineState& engine, int layer,
   Launch launch;
   const auto flush = [&] {
     if (launch.slices.empty()) return;
+    launch.dense = step.dense_is_faster(launch);
     step.run(launch, std::exchange(after_append, false));
     launch = {};
   };

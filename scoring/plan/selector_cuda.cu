@@ -166,7 +166,10 @@ DeviceLimits device_limits() {
   return {.processors = device_attribute(cudaDevAttrMultiProcessorCount),
           .major = device_attribute(cudaDevAttrComputeCapabilityMajor),
           .l2_bytes = device_attribute(cudaDevAttrL2CacheSize),
-          .block_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+          .block_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          // Two transfers a clock, of kHz and bits.
+          .read_gbps = 2.0 * device_attribute(cudaDevAttrMemoryClockRate) *
+                       device_attribute(cudaDevAttrGlobalMemoryBusWidth) / 8e6};
 }
 
 Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_t* bytes,

@@ -224,6 +224,7 @@ TEST_P(StatsTest, StagesAreTimedOnRequestOnly) {
 TEST(StatsArithmetic, SubtractsEveryCounter) {
   const Stats::Cumulative a{.tokens_appended = 10,
                             .queries = 20,
+                            .dense_queries = 270,
                             .rows_selected = 30,
                             .rows_attended = 40,
                             .bytes_host_to_device = 50,
@@ -249,6 +250,7 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
                             .row_cache_evictions = 250};
   const Stats::Cumulative b{.tokens_appended = 1,
                             .queries = 2,
+                            .dense_queries = 27,
                             .rows_selected = 3,
                             .rows_attended = 4,
                             .bytes_host_to_device = 5,
@@ -275,6 +277,7 @@ TEST(StatsArithmetic, SubtractsEveryCounter) {
   const Stats::Cumulative d = a - b;
   EXPECT_EQ(d.tokens_appended, 9U);
   EXPECT_EQ(d.queries, 18U);
+  EXPECT_EQ(d.dense_queries, 243U);
   EXPECT_EQ(d.rows_selected, 27U);
   EXPECT_EQ(d.rows_attended, 36U);
   EXPECT_EQ(d.bytes_host_to_device, 45U);

@@ -146,6 +146,7 @@ class Engine:
         backend: BackendChoice,
         reject_nonfinite: bool,
         time_stages: bool,
+        dense_when_faster: bool,
         /,
     ) -> None: ...
     def open(

@@ -54,6 +54,8 @@ class Engine(Closing):
     retrieval settings need. `reject_nonfinite`: NaN and infinity in host tensors raise, in device
     tensors they make the session's next call raise; False: such tokens score lowest.
     `time_stages`: measures stages of calls without a stream, for `Stats.seconds`.
+    `dense_when_faster`: with KV on the GPU, sparse layers attend to all tokens where that is
+    expected to be faster; `dense_queries` of `Stats.cumulative` counts such queries.
 
     Raises `InvalidArgumentError` with all problems of the settings, `ResourceExhaustedError` when
     memory cannot be had, `UnimplementedError` when CUDA is asked for and cannot be used. Messages
@@ -69,13 +71,15 @@ class Engine(Closing):
         backend: Backend = Backend.AUTO,
         reject_nonfinite: bool = True,
         time_stages: bool = False,
+        dense_when_faster: bool = True,
     ) -> None:
         check_member("backend", backend, Backend)
         self.model = model
         self.retrieval = retrieval
         self.memory = memory
         self._native = _native.Engine(
-            *(model, memory, retrieval, extra_sketches, backend, reject_nonfinite, time_stages)
+            *(model, memory, retrieval, extra_sketches, backend, reject_nonfinite, time_stages),
+            dense_when_faster,
         )
 
     @property

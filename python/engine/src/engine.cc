@@ -108,10 +108,12 @@ class Rows {
 }  // namespace
 
 Engine::Engine(nb::handle model, nb::handle memory, nb::handle retrieval, nb::handle extra_sketches,
-               nb::handle backend, bool reject_nonfinite, bool time_stages) {
+               nb::handle backend, bool reject_nonfinite, bool time_stages,
+               bool dense_when_faster) {
   kvtier::Config config = config_of(model, memory, retrieval, extra_sketches, backend);
   config.reject_nonfinite = reject_nonfinite;
   config.time_stages = time_stages;
+  config.dense_when_faster = dense_when_faster;
   config.log = log_to_python;
   std::unique_ptr<kvtier::Engine> made;
   {

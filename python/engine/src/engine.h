@@ -21,7 +21,7 @@ void log_to_python(kvtier::LogLevel level, std::string_view message);
 class Engine {
  public:
   Engine(nb::handle model, nb::handle memory, nb::handle retrieval, nb::handle extra_sketches,
-         nb::handle backend, bool reject_nonfinite, bool time_stages);
+         nb::handle backend, bool reject_nonfinite, bool time_stages, bool dense_when_faster);
   Engine(const Engine&) = delete;  // one owner of the library's engine
   Engine& operator=(const Engine&) = delete;
 

@@ -81,7 +81,7 @@ NB_MODULE(_native, m) {
       .def("device_bytes", &PagedSketches::device_bytes)
       .def("close", &PagedSketches::close);
   nb::class_<Engine>(m, "Engine")
-      .def(nb::init<nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, bool, bool>())
+      .def(nb::init<nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, bool, bool, bool>())
       .def("open", &Engine::open, "capacity_tokens"_a, "token_ids"_a, "tenant_secret"_a,
            "model_fingerprint"_a, "max_page_bytes"_a, "tenant"_a, "whole"_a,
            nb::rv_policy::take_ownership)

@@ -15,6 +15,7 @@ nb::dict cumulative_of(const kvtier::Stats::Cumulative& c) {
   nb::dict d;
   d["tokens_appended"] = c.tokens_appended;
   d["queries"] = c.queries;
+  d["dense_queries"] = c.dense_queries;
   d["rows_selected"] = c.rows_selected;
   d["rows_attended"] = c.rows_attended;
   d["bytes_host_to_device"] = c.bytes_host_to_device;

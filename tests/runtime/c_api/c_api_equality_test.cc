@@ -445,6 +445,7 @@ TEST(CApiDefaults, AreThoseOfTheCppApi) {
   EXPECT_EQ(static_cast<int>(c.page_policy), static_cast<int>(d.memory.page_policy));
   EXPECT_EQ(c.verify_rows, 0);
   EXPECT_EQ(c.prefetch_rows, 0);
+  EXPECT_EQ(c.dense_when_faster, 1);
   EXPECT_EQ(c.retrieval.estimator, KVTIER_NORM_AWARE);
   EXPECT_EQ(c.retrieval.rule, KVTIER_PRIORITY);
   EXPECT_EQ(c.retrieval.code, KVTIER_SCALAR);

@@ -1,0 +1,137 @@
+#include "scoring/dense_rule.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+
+namespace kvtier::scoring {
+namespace {
+
+constexpr double kH100Gbps = 3352.0;
+constexpr double kH200Gbps = 4917.0;
+
+struct Shape {
+  std::int64_t tokens = 0;
+  int query_heads = 32;
+  int kv_heads = 8;
+  int sequences = 1;
+  SelectionPath path = SelectionPath::kStream;
+  double sparsity = 33.0;
+};
+
+/// head_dim 128 in 16 bits, sketches of 256 bits.
+LaunchCost cost_of(const Shape& shape, double read_gbps = kH100Gbps) {
+  const double pairs = static_cast<double>(shape.tokens * shape.kv_heads * shape.sequences);
+  return {.path = shape.path,
+          .group = shape.query_heads / shape.kv_heads,
+          .least_tokens = shape.tokens,
+          .pairs = pairs,
+          .selected = pairs / shape.sparsity,
+          .row_bytes = 512.0,
+          .read_gbps = read_gbps};
+}
+
+constexpr std::int64_t K = 1024;
+
+TEST(DenseRule, DecidesAsTheMeasuredTable) {
+  // Steps of benchmarks/results/2026-11-26-h100-dense-rule.json that differ by more than 5 %, in
+  // microseconds: dense, sparse.
+  struct Case {
+    Shape shape;
+    double dense_us;
+    double sparse_us;
+  };
+  constexpr auto kOnChip = SelectionPath::kFused;
+  const Case cases[] = {
+      {{.tokens = 16 * K, .kv_heads = 2}, 40.0, 71.4},
+      {{.tokens = 32 * K, .kv_heads = 2}, 58.9, 76.5},
+      {{.tokens = 64 * K, .kv_heads = 2}, 72.0, 78.8},
+      {{.tokens = 128 * K, .kv_heads = 2}, 94.9, 87.7},
+      {{.tokens = 256 * K, .kv_heads = 2}, 155.2, 89.5},
+      {{.tokens = 1024 * K, .kv_heads = 2}, 406.5, 184.1},
+      {{.tokens = 16 * K, .kv_heads = 2, .sequences = 4}, 68.0, 77.3},
+      {{.tokens = 64 * K, .kv_heads = 2, .sequences = 4}, 141.2, 96.1},
+      {{.tokens = 16 * K, .kv_heads = 2, .sequences = 16}, 155.3, 104.5},
+      {{.tokens = 16 * K, .query_heads = 64, .kv_heads = 4}, 58.5, 71.7},
+      {{.tokens = 32 * K, .query_heads = 64, .kv_heads = 4}, 72.2, 78.2},
+      {{.tokens = 64 * K, .query_heads = 64, .kv_heads = 4}, 100.9, 72.1},
+      {{.tokens = 128 * K, .query_heads = 64, .kv_heads = 4}, 155.6, 98.7},
+      {{.tokens = 16 * K, .query_heads = 64, .kv_heads = 4, .sequences = 4}, 103.3, 84.8},
+      {{.tokens = 16 * K, .path = kOnChip}, 51.2, 26.0},
+      {{.tokens = 128 * K, .path = kOnChip}, 218.0, 51.1},
+      {{.tokens = 1024 * K, .path = SelectionPath::kCandidates}, 1545.9, 254.4},
+      {{.tokens = 64 * K, .sequences = 4}, 400.8, 124.1},
+      {{.tokens = 64 * K, .sequences = 16}, 1547.5, 288.6},
+      {{.tokens = 16 * K, .kv_heads = 4, .path = kOnChip}, 42.8, 29.5},
+      {{.tokens = 64 * K, .kv_heads = 4, .path = kOnChip}, 84.4, 39.1},
+      {{.tokens = 64 * K, .query_heads = 16, .kv_heads = 2, .path = kOnChip}, 56.1, 39.0},
+      {{.tokens = 64 * K, .query_heads = 8, .kv_heads = 1, .path = kOnChip}, 44.3, 38.6},
+  };
+  for (const auto& [shape, dense_us, sparse_us] : cases) {
+    const LaunchCost cost = cost_of(shape);
+    EXPECT_EQ(dense_is_faster(cost), dense_us < sparse_us)
+        << shape.query_heads << "/" << shape.kv_heads << " heads, " << shape.sequences << " x "
+        << shape.tokens << " tokens: dense " << expected_dense_us(cost) << " us, sparse "
+        << expected_sparse_us(cost);
+  }
+}
+
+TEST(DenseRule, ChargesARecallTarget) {
+  LaunchCost cost = cost_of({.tokens = 32 * K});
+  EXPECT_FALSE(dense_is_faster(cost));
+  cost.recall = true;
+  EXPECT_TRUE(dense_is_faster(cost));  // measured: 82.7 us and 95.7
+}
+
+TEST(DenseRule, LeavesShortSequencesSparse) {
+  LaunchCost cost = cost_of({.tokens = kLeastDenseTokens, .query_heads = 32, .kv_heads = 2});
+  EXPECT_TRUE(dense_is_faster(cost));
+  cost.least_tokens = kLeastDenseTokens - 1;
+  EXPECT_FALSE(dense_is_faster(cost));
+}
+
+TEST(DenseRule, IsFalseForADeviceThatIsNotKnown) {
+  EXPECT_FALSE(dense_is_faster(
+      cost_of({.tokens = 16 * K, .query_heads = 32, .kv_heads = 2}, /*read_gbps=*/0.0)));
+}
+
+// So what holds at the capacity of a captured graph holds at every length that it is replayed at.
+TEST(DenseRule, HasOneCrossoverForEveryShape) {
+  for (const SelectionPath path : {SelectionPath::kGeneric, SelectionPath::kFused,
+                                   SelectionPath::kSoft, SelectionPath::kStream}) {
+    for (const int group : {1, 4, 8, 16}) {
+      if (group > 8 && path != SelectionPath::kGeneric && path != SelectionPath::kStream) continue;
+      for (const int kv_heads : {1, 2, 4, 8, 32}) {
+        for (const double gbps : {1555.0, kH100Gbps, kH200Gbps}) {
+          bool dense = true;
+          for (std::int64_t tokens = kLeastDenseTokens; tokens <= 4096 * K; tokens += 16 * K) {
+            const bool now = dense_is_faster(cost_of({.tokens = tokens,
+                                                      .query_heads = group * kv_heads,
+                                                      .kv_heads = kv_heads,
+                                                      .path = path},
+                                                     gbps));
+            EXPECT_TRUE(dense || !now)
+                << group * kv_heads << "/" << kv_heads << " heads, " << tokens << " tokens";
+            dense = now;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(DenseRule, MovesTheCrossoverUpWithTheBandwidthAndTheRowsSelected) {
+  const auto crossover = [](double gbps, double sparsity) {
+    std::int64_t tokens = kLeastDenseTokens;
+    while (dense_is_faster(cost_of(
+        {.tokens = tokens, .query_heads = 32, .kv_heads = 2, .sparsity = sparsity}, gbps))) {
+      tokens += K;
+    }
+    return tokens;
+  };
+  EXPECT_GT(crossover(kH200Gbps, 33.0), crossover(kH100Gbps, 33.0));
+  EXPECT_GT(crossover(kH100Gbps, 4.0), crossover(kH100Gbps, 33.0));
+}
+
+}  // namespace
+}  // namespace kvtier::scoring
