@@ -38,9 +38,6 @@ struct SelectRequest {
   bool keep_scores = true;
   /// True when `read_queries` has built the tables, with these parameters and planes.
   bool tables_built = false;
-  /// True when the work enqueued before is an append and then `read_queries` with its
-  /// `after_append`: sketches may then be read before these are done (hashing/append.h).
-  bool after_append = false;
   /// The caller's queries, where the plan says `reads_queries`, or nullptr; `packed` then receives
   /// them as fp32, as `read_queries` would. Its tensors must stay valid until the stream has passed
   /// the selection.

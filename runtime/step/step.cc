@@ -61,9 +61,8 @@ struct Launch {
 /// What `read_queries` leaves for the selection.
 struct QueriesRead {
   std::optional<scoring::QueryInput> unread{};  ///< The selector reads them itself.
-  bool tables_after_append = false;  ///< Nothing but the tables was enqueued since the append.
-  bool repeated = false;             ///< What is done has been counted.
-  scoring::SelectionPlan plan{};     ///< Nothing is fused where the selector does not choose.
+  bool repeated = false;                        ///< What is done has been counted.
+  scoring::SelectionPlan plan{};  ///< Nothing is fused where the selector does not choose.
 };
 
 /// Where attention writes.
@@ -301,7 +300,6 @@ scoring::SelectRequest Step::select_request(const Launch& launch, const QueriesR
           .flags = read.repeated ? engine_.statistics.repeated() : flags(launch),
           .keep_scores = !launch.first().select.scores.empty(),
           .tables_built = launch.scores(),
-          .after_append = read.tables_after_append,
           .input = read.unread ? &*read.unread : nullptr,
           .packed = workspace_.queries.as<float>()};
 }
@@ -360,7 +358,6 @@ QueriesRead Step::read_queries(const Launch& launch, bool after_append, bool rep
   const SketchStore& store = engine_.pools.sketches[launch.first().sketch];
   workspace_.selector.read_queries(stream(), launch.options().params, store.planes.view(), input,
                                    packed);
-  read.tables_after_append = after_append;
   return read;
 }
 

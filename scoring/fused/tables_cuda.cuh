@@ -201,9 +201,52 @@ __device__ inline void post_products(const FilterArgs& args, const FusedInput& i
   }
 }
 
-/// Turns the projections into weights, as `read_queries` does, and these into columns, as
-/// `fill_columns` does; a warp takes 32 bits of a head at a time. Fills `queries` and the
-/// factors that turn sums into base-2 logits, 0 past the group. Ends with a barrier.
+/// Turns projections `[heads][all]` into weights, as `read_queries` does, and these into columns,
+/// as `fill_columns` does; a warp takes 32 bits of a head at a time. `largest`: bits of the heads'
+/// largest magnitudes. `columns` and `weight_sums` are clear. No barrier.
+template <int kBits>
+__device__ void write_weight_columns(const ScoreParams& params, int group, int chunks, int all,
+                                     float levels, const float* products,
+                                     const std::uint32_t* largest, std::uint32_t* columns,
+                                     int* weight_sums) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int sketch_bits = chunks * hashing::kChunkBits;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < group * sketch_bits; i += kFusedThreads) {
+    const int head = i / sketch_bits;
+    const int at = i % sketch_bits;
+    const int word = at / 32;
+    const float most = __uint_as_float(largest[head]);
+    const bool usable = most > 0.0F && most <= 3.4028235e38F && at < params.num_planes;
+    int weight = 0;
+    if (usable) {
+      const int plane = params.code_bits > 0 ? at % all : at;
+      weight = static_cast<int>(quantised_weight(products[head * all + plane], most, levels)) *
+               params.significance(at);
+    }
+    const int chunk = head / kHeadsPerProduct * chunks + word / kWordsPerChunk;
+    int sum = 0;
+#pragma unroll
+    for (int bit = 0; bit < kBits; ++bit) {
+      const std::uint32_t set = __ballot_sync(kFullWarp, ((weight >> bit) & 1) != 0);
+      sum += plane_weight<kBits>(bit) * __popc(set);
+      const int column = head % kHeadsPerProduct * 2 + bit % 2;
+      const int holder = column * kWordsPerChunk + word % kWordsPerChunk;
+      if (lane == 0) columns[(chunk * (kBits / 2) + bit / 2) * 32 + holder] = __brev(set);
+    }
+    if (lane == 0) atomicAdd(&weight_sums[head], sum);
+  }
+}
+
+/// The factor that turns sums of weights into base-2 logits, of a head with this largest magnitude.
+__device__ inline float weight_factor(const ScoreParams& params, float largest, float levels) {
+  QueryScalars scalars;
+  scalars.weight_step = largest > 0.0F && largest <= 3.4028235e38F ? largest / levels : 0.0F;
+  return sign_factor(params, scalars) * kLog2E;
+}
+
+/// Turns the projections that the group's blocks post into weights. Fills `queries` and the
+/// factors, 0 past the group. Ends with a barrier.
 template <int kBits>
 __device__ inline void fetch_weights(const FilterArgs& args, int chunks, const BlockExchange& peers,
                                      FusedTables& tables, FusedQueries& queries, float* factors) {
@@ -225,40 +268,11 @@ __device__ inline void fetch_weights(const FilterArgs& args, int chunks, const B
   __syncthreads();  // the largest are known
   peers.next_epoch();
   const float levels = weight_levels(kFusedQueryBits);
-  const int sketch_bits = chunks * hashing::kChunkBits;
-#pragma unroll 1
-  for (int i = thread; i < group * sketch_bits; i += kFusedThreads) {
-    const int head = i / sketch_bits;
-    const int at = i % sketch_bits;
-    const int word = at / 32;
-    const float largest = __uint_as_float(tables.largest[head]);
-    const bool usable = largest > 0.0F && largest <= 3.4028235e38F && at < params.num_planes;
-    int weight = 0;
-    if (usable) {
-      const int plane = params.code_bits > 0 ? at % all : at;
-      weight =
-          static_cast<int>(quantised_weight(tables.products[head * all + plane], largest, levels)) *
-          params.significance(at);
-    }
-    const int chunk = head / kHeadsPerProduct * chunks + word / kWordsPerChunk;
-    int sum = 0;
-#pragma unroll
-    for (int bit = 0; bit < kBits; ++bit) {
-      const std::uint32_t set = __ballot_sync(kFullWarp, ((weight >> bit) & 1) != 0);
-      sum += plane_weight<kBits>(bit) * __popc(set);
-      const int column = head % kHeadsPerProduct * 2 + bit % 2;
-      const int holder = column * kWordsPerChunk + word % kWordsPerChunk;
-      if (lane == 0) {
-        queries.columns[(chunk * (kBits / 2) + bit / 2) * 32 + holder] = __brev(set);
-      }
-    }
-    if (lane == 0) atomicAdd(&queries.weight_sums[head], sum);
-  }
+  write_weight_columns<kBits>(params, group, chunks, all, levels, tables.products, tables.largest,
+                              queries.columns, queries.weight_sums);
   if (thread < kMaxGroup) {
     const float largest = thread < group ? __uint_as_float(tables.largest[thread]) : 0.0F;
-    QueryScalars scalars;
-    scalars.weight_step = largest > 0.0F && largest <= 3.4028235e38F ? largest / levels : 0.0F;
-    factors[thread] = sign_factor(params, scalars) * kLog2E;
+    factors[thread] = weight_factor(params, largest, levels);
   }
   __syncthreads();  // columns and factors are there, and nobody needs the projections any more
 }

@@ -436,6 +436,7 @@ void plan_stream(const SelectShape& shape, const DeviceLimits& device, Selection
   const std::int64_t useful = (shape.max_length + kLeastTokens - 1) / kLeastTokens;
   const int groups = shape.kv_heads * shape.rows;
   plan.path = SelectionPath::kStream;
+  plan.reads_queries = true;
   plan.blocks = static_cast<unsigned>(std::clamp<std::int64_t>(
       std::min<std::int64_t>(device.processors / groups, useful), 1, kFusedBlocks));
   plan.bytes = static_cast<int>(sizeof(ChoiceMemory)) +

@@ -1,6 +1,6 @@
 #include "hashing/append.h"
 #include "scoring/fused/launch_cuda.cuh"
-#include "scoring/stream/stream_cuda.cuh"
+#include "scoring/stream/queries_cuda.cuh"
 #include "scoring/stream/stream_cuda.h"
 #include "transfer/device/launch_cuda.cuh"
 
@@ -18,14 +18,18 @@ constexpr int stages_of(int known_chunks) { return known_chunks > 0 ? 4 : 2; }
 /// What a block scores of one (row, KV head): `references` units that are spread over the row, the
 /// same in every block, then its own.
 struct StreamWork {
-  RowPlan plan;
+  const std::byte* const* blocks;  ///< Sketch blocks of the row.
+  int begin;                       ///< Eligible tokens of the row.
+  int end;
   std::int64_t group_index;
+  int row;
   int kv_head;
   int first_of_row;  ///< First unit of the row,
   int of_row;        ///< how many it has.
   int references;
   int first;  ///< First unit of the block,
-  int count;  ///< how many it has.
+  int count;  ///< how many it has,
+  int taken;  ///< and with those that fill the run of the KV head's last block.
   int each;   ///< Units of every block.
 
   static constexpr int kUnitsPerReference = 4096;
@@ -33,38 +37,39 @@ struct StreamWork {
   static constexpr int kMostReferences = 8 * kFusedWarps;
 
   StreamWork() = default;
-  __device__ StreamWork(const FilterArgs& args, const StreamUnits& units, int at, int end,
-                        int of_block)
-      : each(of_block) {
-    const int row = units.row_of(at);
+  /// `at`: a pair of a unit and a KV head. Of no more units than the block has, and of one KV head.
+  __device__ StreamWork(const FilterArgs& args, const StreamUnits& units, int at, int block_end)
+      : row(units.row_of(at)), each(units.each) {
     const int in_row = at - units.before[row];
-    of_row = units.count[row];
-    kv_head = in_row / of_row;
-    const int in_head = in_row - kv_head * of_row;
-    plan = plan_of_row(args, row);
-    group_index = std::int64_t{row} * args.request.kv.kv_heads + kv_head;
-    first_of_row = units.first[row];
+    const int padded = units.padded[row];
+    of_row = units.count(row);
+    kv_head = in_row / padded;
+    const int in_head = in_row - kv_head * padded;
+    const SelectRequest& request = args.request;
+    blocks = request.sketches[request.rows[row].sequence];
+    begin = units.begin[row];
+    end = units.end[row];
+    group_index = std::int64_t{row} * request.kv.kv_heads + kv_head;
+    first_of_row = units.first(row);
     first = first_of_row + in_head;
-    count = min(of_row - in_head, end - at);
+    count = max(min(of_row - in_head, block_end - at), 0);
+    taken = min(padded - in_head, block_end - at);
+    // Not of the last one, in which an append makes more tokens eligible.
     const int wanted = (of_row + kUnitsPerReference - 1) / kUnitsPerReference * kFusedWarps;
-    references = min(min(max(wanted, kFewestReferences), kMostReferences), of_row);
+    references = min(min(max(wanted, kFewestReferences), kMostReferences), max(of_row - 1, 1));
   }
   /// Of the tokens of a unit from `token` on, those in [begin, end) are eligible.
-  [[nodiscard]] __device__ int begin_in(int token) const {
-    return static_cast<int>(plan.begin) - token;
-  }
-  [[nodiscard]] __device__ int end_in(int token) const {
-    return static_cast<int>(plan.end) - token;
-  }
+  [[nodiscard]] __device__ int begin_in(int token) const { return begin - token; }
+  [[nodiscard]] __device__ int end_in(int token) const { return end - token; }
   [[nodiscard]] __device__ bool first_of_group() const { return first == first_of_row; }
   /// The last block that has units of the group, of which `block` has the first `count`.
   [[nodiscard]] __device__ int last_block(int block) const {
     return block + (of_row - count + each - 1) / each;
   }
-  /// Whether the same units are copied for both.
-  [[nodiscard]] __device__ bool copies_same(const StreamWork& other) const {
+  /// Whether the same units are copied for both, and references are equal.
+  [[nodiscard]] __device__ bool prepares_same(const StreamWork& other) const {
     return group_index == other.group_index && first == other.first && count == other.count &&
-           first_of_row == other.first_of_row && of_row == other.of_row;
+           of_row == other.of_row && begin == other.begin && (of_row > 1 || end == other.end);
   }
   /// Units of a warp that give references; the others follow.
   [[nodiscard]] __device__ int warp_references(int warp) const {
@@ -75,7 +80,7 @@ struct StreamWork {
   }
   /// The warp's unit i of those that give references.
   [[nodiscard]] __device__ int reference_unit(int warp, int i) const {
-    return first_of_row + (warp + i * kFusedWarps) * of_row / references;
+    return first_of_row + (warp + i * kFusedWarps) * max(of_row - 1, 1) / references;
   }
   [[nodiscard]] __device__ int unit(int warp, int i) const {
     return first + warp + i * kFusedWarps;
@@ -92,15 +97,14 @@ class StreamRing {
       : sketch_(args.request.sketch),
         chunks_(kChunks > 0 ? kChunks : chunks),
         warp_(static_cast<int>(threadIdx.x) / 32),
-        memory_(memory + warp_ * kStages * fused_unit_bytes(chunks_)),
+        memory_(memory + warp_ * fused_unit_bytes(chunks_)),
         policy_(transfer::cuda::read_once_policy()),
         copies_norms_(static_cast<int>(threadIdx.x) % 32 < 2 * kNormLanes) {}
 
-  /// Starts to copy the first units. What an earlier call has started has come to nothing.
-  __device__ void start(const StreamWork& work) {
+  /// Looks up the addresses of the first units. No copies to the ring are under way: loads that are
+  /// issued after copies return after them.
+  __device__ void find(const StreamWork& work) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    transfer::cuda::copy_async_wait<0>();
-    __syncwarp();
     codes_ = sketch_.chunk_offset(work.kv_head, 0, 0) + lane * 16;
     norms_ = lane < kNormLanes ? sketch_.key_norm_offset(work.kv_head, 0)
                                : sketch_.value_norm_offset(work.kv_head, 0);
@@ -112,19 +116,24 @@ class StreamRing {
     static_assert(StreamWork::kMostReferences <= 32 * kFusedWarps);
     if (lane < references_) {
       reference_ = work.reference_unit(warp_, lane);
-      reference_block_ = work.plan.blocks[reference_ / kUnitsPerBlock];
+      reference_block_ = work.blocks[reference_ / kUnitsPerBlock];
     }
-    blocks_.start(work.plan.blocks, first_, end_ - references_);
+    blocks_.start(work.blocks, first_, end_ - references_);
     next_ = 0;
     stage_ = 0;
-#pragma unroll 1
-    for (int i = 0; i < kStages; ++i) fill_next();
   }
+  /// Starts to copy the units that were found, to all stages but the last of all warps.
+  __device__ void start() {
+#pragma unroll 1
+    for (int i = 0; i < kStages - 1; ++i) fill_next();
+  }
+  /// The last stage may be used now.
+  __device__ void start_last() { fill_next(); }
   /// Waits for the next unit and returns it.
   __device__ const std::byte* wait() {
     transfer::cuda::copy_async_wait<kStages - 1>();
     __syncwarp();  // the copies of all lanes
-    return memory_ + stage_ * fused_unit_bytes(chunks_);
+    return memory_ + stage_ * kFusedWarps * fused_unit_bytes(chunks_);
   }
   /// Gives the unit's stage to the copies.
   __device__ void release() {
@@ -153,7 +162,7 @@ class StreamRing {
     const int in_block = unit % kUnitsPerBlock;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const unsigned to =
-        transfer::cuda::shared_address(memory_ + stage_ * fused_unit_bytes(chunks_)) +
+        transfer::cuda::shared_address(memory_ + stage_ * kFusedWarps * fused_unit_bytes(chunks_)) +
         static_cast<unsigned>(lane * 16);
     const std::byte* codes = block + codes_ + in_block * kChunkBytes;
     for (int chunk = 0; chunk < chunks_; ++chunk) {
@@ -306,8 +315,8 @@ __device__ inline FusedSum block_sum(const StreamQueries& queries, int head) {
 
 /// Turns the warps' sums into references and, with `parts`, slopes. All threads; begins and ends
 /// with a barrier.
-__device__ inline void make_references(const FilterArgs& args, const StreamWork& work,
-                                       const RecallParts* parts, StreamQueries& queries) {
+__device__ inline void make_references(const FilterArgs& args, const RecallParts* parts,
+                                       StreamQueries& queries) {
   const int group = args.request.kv.group();
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32;
@@ -319,22 +328,12 @@ __device__ inline void make_references(const FilterArgs& args, const StreamWork&
     if (parts != nullptr && head < group) {
       const RecallSums sums = block_recall(parts, head);
       const float of_one = sums.count > 0.0F ? 1.0F / sums.count : 0.0F;
-      const float noise =
-          recall_noise(args, work.group_index * group + head, sums.key_squares * of_one);
-      const float slope = recall_slope(sums.first * of_one, sums.second * of_one, noise);
+      const float noise = recall_noise(args, queries.norms[head], sums.key_squares * of_one);
       if (lane == 0) {
-        queries.slopes[head] = slope;
-        if (work.first_of_group()) {
-          args.filter.stream_groups[work.group_index].slopes[head] = slope;
-        }
+        queries.slopes[head] = recall_slope(sums.first * of_one, sums.second * of_one, noise);
       }
     }
-    if (lane == 0) {
-      queries.references[head] = reference;
-      if (work.first_of_group()) {
-        args.filter.stream_groups[work.group_index].references[head] = reference;
-      }
-    }
+    if (lane == 0) queries.references[head] = reference;
   }
   __syncthreads();
 }
@@ -384,7 +383,7 @@ __device__ void find_references(const FilterArgs& args, const StreamWork& work,
   }
   sums.store(queries);
   if constexpr (kRecall) recall.store(parts);
-  make_references(args, work, parts, queries);
+  make_references(args, parts, queries);
 }
 
 /// Writes the approximate keys of the block's units, and its parts of the normalisers. Counts
@@ -496,51 +495,66 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
   }
 }
 
-/// `started`: whether the ring has started to copy the units.
+/// What a block needs of its launch.
+template <int kChunks>
+struct StreamBlock {
+  const FilterArgs& args;
+  const StreamQueryMaker& maker;
+  StreamRing<kChunks>& ring;
+  FusedNorms* norms;  ///< Of the warp's unit.
+  RecallParts* parts;
+  std::uint32_t* bins;
+  StreamQueries& queries;
+
+  [[nodiscard]] __device__ int chunks() const {
+    return kChunks > 0 ? kChunks : sign_chunks(args.request.params);
+  }
+};
+
+/// Makes the tables of the group's queries and the references, starts the ring and clears the bins;
+/// `maker` has started. Reads of what an append changes no more than `work`. All threads; ends with
+/// a barrier.
 template <bool kRecall, int kQuads, int kChunks, int kBits>
-__device__ void score_work(const FilterArgs& args, const StreamWork& work, bool started,
-                           StreamRing<kChunks>& ring, FusedNorms* norms, RecallParts* parts,
-                           std::uint32_t* bins, StreamQueries& queries) {
-  const ScoreParams& params = args.request.params;
-  const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
-  bins[threadIdx.x] = 0;
-  if constexpr (kRecall) bins[kFusedBins + threadIdx.x] = 0;
-  // Before the copies: loads that are issued after them return after them.
-  fill_queries<kQuads, kBits>(args, chunks, work.group_index, queries);
-  if (!started) ring.start(work);
+__device__ void prepare(const StreamBlock<kChunks>& block, const StreamWork& work) {
+  StreamRing<kChunks>& ring = block.ring;
+  block.bins[threadIdx.x] = 0;
+  if constexpr (kRecall) block.bins[kFusedBins + threadIdx.x] = 0;
+  ring.find(work);
+  block.maker.template make<kBits, StreamRing<kChunks>::kStages - 1>(
+      work.row, work.kv_head, [&] { ring.start(); }, block.queries);
+  ring.start_last();
+  UnitScorer<kQuads, kChunks, kBits> scorer(block.args.request.params, block.queries,
+                                            block.chunks(), block.norms);
+  find_references<kRecall>(block.args, work, ring, scorer, block.parts, block.queries);
+}
+
+/// Scores the block's units of a group, once that is prepared. All threads; ends with a barrier,
+/// after which nothing of the block's memory is in use.
+template <bool kRecall, int kQuads, int kChunks, int kBits>
+__device__ void score_work(const StreamBlock<kChunks>& block, const StreamWork& work) {
+  const FilterArgs& args = block.args;
   if (work.first_of_group()) {
-    args.filter.stream_groups[work.group_index].keep(queries, static_cast<int>(blockIdx.x),
+    args.filter.stream_groups[work.group_index].keep(block.queries, static_cast<int>(blockIdx.x),
                                                      work.last_block(static_cast<int>(blockIdx.x)));
   }
-  UnitScorer<kQuads, kChunks, kBits> scorer(
-      params, queries, chunks, norms + static_cast<int>(threadIdx.x) / 32 * kFusedUnit);
-  find_references<kRecall>(args, work, ring, scorer, parts, queries);
-  write_approximate_keys<kRecall>(args, work, ring, scorer, parts, bins, queries);
+  UnitScorer<kQuads, kChunks, kBits> scorer(args.request.params, block.queries, block.chunks(),
+                                            block.norms);
+  write_approximate_keys<kRecall>(args, work, block.ring, scorer, block.parts, block.bins,
+                                  block.queries);
   transfer::cuda::copy_async_wait<0>();
   __syncthreads();  // all warps have used the queries
 }
 
-/// Units of a block: those that it has from `at` to `end` in the order of rows, KV heads and
-/// tokens.
-struct StreamShare {
-  int each;
-  int at;
-  int end;
-
-  __device__ StreamShare(const StreamUnits& units, int blocks)
-      : each(units.of_block(blocks)),
-        at(static_cast<int>(blockIdx.x) * each),
-        end(min(at + each, units.total())) {}
-};
-
 #endif
 
 // Blocks have runs of (unit, KV head) pairs, which may be of several (row, KV head). Dynamic shared
-// memory: the warps' norms, then their rings. `shape.early`: copies start before the wait. kRecall:
+// memory: the stages of all warps' rings, then the warps' norms; tables are made in the last stage
+// and behind it, in `shape.table_bytes`. `shape.early`: all is made ready before the wait. kRecall:
 // sums of the heads' weights too.
 template <bool kRecall, int kQuads, int kChunks, int kBits>
 __global__ __launch_bounds__(kFusedThreads,
                              1) void stream_pass(const __grid_constant__ FilterArgs args,
+                                                 const __grid_constant__ FusedInput input,
                                                  const __grid_constant__ StreamShape shape) {
 #if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::byte dynamic[];
@@ -552,32 +566,51 @@ __global__ __launch_bounds__(kFusedThreads,
     __shared__ RecallParts of_warps[kFusedWarps];
     parts = of_warps;
   }
-  auto* const norms = reinterpret_cast<FusedNorms*>(dynamic);
-  StreamRing<kChunks> ring(args, sign_chunks(args.request.params),
-                           dynamic + kFusedWarps * kFusedUnit * sizeof(FusedNorms));
-  StreamWork early{};
+  const int chunks = kChunks > 0 ? kChunks : sign_chunks(args.request.params);
+  const int stage_bytes = kFusedWarps * fused_unit_bytes(chunks);
+  constexpr int kStages = StreamRing<kChunks>::kStages;
+  const StreamQueryMaker maker(args, input, chunks, dynamic + (kStages - 1) * stage_bytes,
+                               shape.table_bytes);
+  StreamRing<kChunks> ring(args, chunks, dynamic);
+  auto* const norms = reinterpret_cast<FusedNorms*>(dynamic + kStages * stage_bytes) +
+                      static_cast<int>(threadIdx.x) / 32 * kFusedUnit;
+  const StreamBlock<kChunks> block{args, maker, ring, norms, parts, bins, queries};
+  maker.start();
+  if (!input.after_append) transfer::cuda::wait_for_previous();
+  pack_rows(args, input);
+  const auto blocks = static_cast<int>(gridDim.x);
+  StreamWork prepared{};
   if (shape.early) {
     // An append under way may or may not have counted its tokens; all that are eligible were stored
     // by earlier launches.
-    units.fill(args);
-    const StreamShare share(units, shape.blocks);
-    if (share.at < share.end) {
-      early = StreamWork(args, units, share.at, share.end, share.each);
-      ring.start(early);
+    units.fill(args, blocks, false);
+    const int at = static_cast<int>(blockIdx.x) * units.each;
+    if (at < units.total()) {
+      prepared = StreamWork(args, units, at, at + units.each);
+      prepare<kRecall, kQuads, kChunks, kBits>(block, prepared);
     }
-    __syncthreads();  // everyone has read the units
   }
-  transfer::cuda::wait_for_previous();
+  if (input.after_append) transfer::cuda::wait_for_previous();
   transfer::cuda::let_next_start();
-  units.fill(args);
-  StreamShare share(units, shape.blocks);
+  units.fill(args, blocks, shape.early);
+  int at = static_cast<int>(blockIdx.x) * units.each;
+  const int end = min(at + units.each, units.total());
+  bool started = prepared.count == 0;  // the maker, and not the ring
 #pragma unroll 1
-  while (share.at < share.end) {
-    const StreamWork work(args, units, share.at, share.end, share.each);
-    score_work<kRecall, kQuads, kChunks, kBits>(args, work, work.copies_same(early), ring, norms,
-                                                parts, bins, queries);
-    early = {};
-    share.at += work.count;
+  while (at < end) {
+    const StreamWork work(args, units, at, end);
+    if (!work.prepares_same(prepared)) {
+      if (!started) {
+        transfer::cuda::copy_async_wait<0>();  // what was copied is of no use
+        __syncthreads();
+        maker.start();
+      }
+      prepare<kRecall, kQuads, kChunks, kBits>(block, work);
+    }
+    score_work<kRecall, kQuads, kChunks, kBits>(block, work);
+    started = false;
+    prepared = {};
+    at += work.taken;
   }
   transfer::cuda::copy_async_wait<0>();
 #endif
@@ -587,16 +620,20 @@ __global__ __launch_bounds__(kFusedThreads,
 
 void enqueue_stream_pass(cudaStream_t stream, const FilterArgs& args) {
   const SelectRequest& request = args.request;
-  // After another kernel than `read_queries` beside an append everything waits for all before.
-  const StreamShape shape{.blocks = stream_blocks(),
-                          .early = request.after_append &&
-                                   request.rule.recent_tokens >= hashing::kMostOverlappedTokens};
+  const FusedInput input = fused_input(request);
   const int chunks = sign_chunks(request.params);
+  const int least_tables = StreamTables::planes_at(request.kv.group(), request.planes.head_dim,
+                                                   projections_of(request.params, chunks)) +
+                           StreamTables::kLeastPlaneBytes;
   const auto launch = [&](auto kernel, int stages) {
-    const int bytes = fused_ring_bytes(stages, chunks);
+    const StreamShape shape{.table_bytes = std::max(fused_ring_bytes(1, chunks), least_tables),
+                            .early = input.after_append &&
+                                     request.rule.recent_tokens >= hashing::kMostOverlappedTokens};
+    const int bytes = (stages - 1) * kFusedWarps * fused_unit_bytes(chunks) + shape.table_bytes;
     allow_shape(kernel, bytes);
-    transfer::cuda::launch_overlapping(stream, kernel, dim3(static_cast<unsigned>(shape.blocks)),
-                                       kFusedThreads, static_cast<std::size_t>(bytes), args, shape);
+    transfer::cuda::launch_overlapping(stream, kernel, dim3(static_cast<unsigned>(stream_blocks())),
+                                       kFusedThreads, static_cast<std::size_t>(bytes), args, input,
+                                       shape);
   };
   if (args.recall.active) {
     return visit_recall_shape(request, [&](auto made) {

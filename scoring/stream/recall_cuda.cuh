@@ -63,7 +63,7 @@ __device__ inline void weigh_heads(const FilterArgs& args, const FusedWork& work
       // y is a logit less the reference: its mean, and that of the logits.
       const float reference = queries.references[head];
       const float mean = sums.first / sums.count;
-      const float noise = recall_noise(args, index, sums.key_squares / sums.count);
+      const float noise = recall_noise(args, queries.norms[head], sums.key_squares / sums.count);
       slope = recall_slope(mean, sums.second / sums.count, noise);
       base = (1.0F - slope) * (mean + reference) + slope * noise * kLn2 / 2.0F;
       // Cumulants of y under the weights that were summed.

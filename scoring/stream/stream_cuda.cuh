@@ -41,50 +41,44 @@ inline constexpr float kLeastLogSum = -110.0F;
 /// References further below the exact normalisers than this may have let shares overflow.
 inline constexpr float kMostLogShare = 64.0F;
 
-/// Units of the eligible tokens of all rows, each once for every KV head.
+/// Units of the eligible tokens of all rows, each once for every KV head, and how the blocks of the
+/// pass share them: runs of `each` neighbours of all pairs of a unit and a KV head. Where that
+/// costs little, no block has units of two KV heads: then the units of each are rounded up to whole
+/// runs.
 struct StreamUnits {
-  int first[transfer::kMaxBatch];       ///< First unit of a row,
-  int count[transfer::kMaxBatch];       ///< how many it has, 0 where nothing is eligible,
-  int before[transfer::kMaxBatch + 1];  ///< and (unit, KV head) pairs of the rows before it.
+  int begin[transfer::kMaxBatch];       ///< Eligible tokens of a row;
+  int end[transfer::kMaxBatch];         ///< no more than `begin` where there are none.
+  int padded[transfer::kMaxBatch];      ///< Pairs of a KV head,
+  int before[transfer::kMaxBatch + 1];  ///< and of the rows before a row.
+  int each;
 
-  /// All threads of a block of at least kMaxBatch; ends with a barrier.
-  __device__ void fill(const FilterArgs& args) {
+  /// First unit of a row, and how many it has.
+  [[nodiscard]] __device__ int first(int row) const { return begin[row] / kFusedUnit; }
+  [[nodiscard]] __device__ int count(int row) const {
+    return end[row] > begin[row] ? (end[row] + kFusedUnit - 1) / kFusedUnit - first(row) : 0;
+  }
+  /// Shares the units among so many blocks. Where they were shared before, `again`, and no row has
+  /// more or fewer units, nothing but `end` changes. All threads of a block of at least kMaxBatch;
+  /// begins and ends with a barrier.
+  __device__ void fill(const FilterArgs& args, int blocks, bool again) {
     const SelectRequest& request = args.request;
     const auto row = static_cast<int>(threadIdx.x);
+    int changed = again ? 0 : 1;
     if (row < request.rows.count) {
       const transfer::QueryRow& query = request.rows[row];
       const transfer::AttendedSpans spans = transfer::attended_spans(
           request.rule, __ldcg(&request.sequences[query.sequence].counters->length), query);
-      first[row] = static_cast<int>(spans.sink_end / kFusedUnit);
-      const auto last = static_cast<int>((spans.eligible_end + kFusedUnit - 1) / kFusedUnit);
-      count[row] = spans.num_eligible() > 0 ? last - first[row] : 0;
+      const int had = again ? count(row) : -1;
+      const int had_first = again ? first(row) : -1;
+      begin[row] = static_cast<int>(spans.sink_end);
+      end[row] = static_cast<int>(spans.eligible_end);
+      if (had != count(row) || had_first != first(row)) changed = 1;
     }
-    __syncthreads();  // the counts are there
-    if (threadIdx.x < 32) {
-      constexpr int kRowsOfLane = transfer::kMaxBatch / 32;
-      static_assert(kRowsOfLane == 2);
-      const int lane = static_cast<int>(threadIdx.x);
-      int own[kRowsOfLane];
-      for (int i = 0; i < kRowsOfLane; ++i) {
-        const int at = lane * kRowsOfLane + i;
-        own[i] = at < request.rows.count ? count[at] * request.kv.kv_heads : 0;
-      }
-      int through = own[0] + own[1];
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const int up = __shfl_up_sync(kFullWarp, through, distance);
-        if (lane >= distance) through += up;
-      }
-      before[lane * kRowsOfLane + 1] = through - own[1];
-      before[lane * kRowsOfLane + 2] = through;
-      if (lane == 0) before[0] = 0;
-    }
+    if (__syncthreads_or(changed) == 0) return;
+    if (threadIdx.x < 32) share(request, blocks);
     __syncthreads();
   }
   [[nodiscard]] __device__ int total() const { return before[transfer::kMaxBatch]; }
-  /// (unit, KV head) pairs of each block.
-  [[nodiscard]] __device__ int of_block(int blocks) const {
-    return (total() + blocks - 1) / blocks;
-  }
   /// The row that has pair `at`.
   [[nodiscard]] __device__ int row_of(int at) const {
     int row = 0;
@@ -93,14 +87,61 @@ struct StreamUnits {
     }
     return row;
   }
+
+ private:
+  /// The first warp.
+  __device__ void share(const SelectRequest& request, int blocks) {
+    constexpr int kRowsOfLane = transfer::kMaxBatch / 32;
+    static_assert(kRowsOfLane == 2);
+    // What a block takes for a second KV head: tables and references, a unit for each warp a few
+    // times over.
+    constexpr int kUnitsOfChange = 3 * kFusedWarps;
+    const int lane = static_cast<int>(threadIdx.x);
+    const int kv_heads = request.kv.kv_heads;
+    int own[kRowsOfLane];
+    for (int i = 0; i < kRowsOfLane; ++i) {
+      const int at = lane * kRowsOfLane + i;
+      own[i] = at < request.rows.count ? count(at) : 0;
+    }
+    const auto all = static_cast<int>(
+        __reduce_add_sync(kFullWarp, static_cast<unsigned>((own[0] + own[1]) * kv_heads)));
+    const int evenly = max((all + blocks - 1) / blocks, 1);
+    // A lane tries a number of units: whether there are blocks enough if none has two KV heads.
+    const int tried = evenly + kUnitsOfChange * lane / 31;
+    int wanted = 0;
+#pragma unroll 1
+    for (int row = 0; row < request.rows.count && wanted <= blocks; ++row) {
+      wanted += (count(row) + tried - 1) / tried * kv_heads;
+    }
+    const unsigned enough = __ballot_sync(kFullWarp, wanted <= blocks);
+    const int size =
+        enough != 0 ? __shfl_sync(kFullWarp, tried, __ffs(static_cast<int>(enough)) - 1) : evenly;
+    for (int i = 0; i < kRowsOfLane; ++i) {
+      if (enough != 0) own[i] = (own[i] + size - 1) / size * size;
+      const int at = lane * kRowsOfLane + i;
+      padded[at] = own[i];
+      own[i] *= kv_heads;
+    }
+    int through = own[0] + own[1];
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int up = __shfl_up_sync(kFullWarp, through, distance);
+      if (lane >= distance) through += up;
+    }
+    before[lane * kRowsOfLane + 1] = through - own[1];
+    before[lane * kRowsOfLane + 2] = through;
+    if (lane == 0) {
+      before[0] = 0;
+      each = size;
+    }
+  }
 };
 
 inline constexpr int kUnitTiles = kFusedUnit / kFusedTile;
 
 /// A launch of the pass.
 struct StreamShape {
-  int blocks;
-  bool early;  ///< Whether sketches may be read before the wait.
+  int table_bytes;  ///< Of shared memory, for the tables while they are made.
+  bool early;       ///< Whether sketches may be read before the wait.
 };
 
 inline constexpr int kStreamColumns = kMaxGroup / 4 * kFusedChunks * kFusedMostBits / 2 * 32;
@@ -145,9 +186,9 @@ __device__ inline float recall_slope(float mean, float mean_square, float noise)
   return variance > noise ? 1.0F - noise / variance : 0.0F;
 }
 /// Variance of the noise of a head's base-2 logits.
-__device__ inline float recall_noise(const FilterArgs& args, std::int64_t head,
+__device__ inline float recall_noise(const FilterArgs& args, float query_norm,
                                      float mean_key_square) {
-  const float norm = __ldg(&args.tables.scalars[head].query_norm) * kLog2E;
+  const float norm = query_norm * kLog2E;
   return static_cast<float>(args.recall.noise) * norm * norm * mean_key_square;
 }
 
@@ -158,6 +199,8 @@ struct StreamQueries {
   alignas(16) float factors[kMaxGroup];     ///< Turn sums into base-2 logits; 0 past the group.
   alignas(16) float references[kMaxGroup];  ///< Base-2 normalisers; infinity past the group.
   float slopes[kMaxGroup];                  ///< Of the weights of a recall target, in the pass.
+  float norms[kMaxGroup];                   ///< Of the queries.
+  std::uint32_t largest[kMaxGroup];         ///< Bits of the largest projections, in the pass.
   float2 warp_sums[kFusedWarps][kMaxGroup];
 };
 
@@ -168,10 +211,12 @@ struct StreamGroup {
   float factors[kMaxGroup];
   float references[kMaxGroup];
   float slopes[kMaxGroup];
+  float norms[kMaxGroup];
   int first_block;  ///< Blocks of the pass that have units of it.
   int last_block;
 
-  /// All threads of a block; nothing of `queries` may change before a barrier.
+  /// All threads of a block; nothing of `queries` may change before a barrier. `slopes` are of use
+  /// with a recall target only.
   __device__ void keep(const StreamQueries& queries, int first, int last) {
     const auto thread = static_cast<int>(threadIdx.x);
     for (int i = thread; i < kStreamColumns / 4; i += kFusedThreads) {
@@ -180,6 +225,9 @@ struct StreamGroup {
     if (thread < kMaxGroup) {
       weight_sums[thread] = queries.weight_sums[thread];
       factors[thread] = queries.factors[thread];
+      references[thread] = queries.references[thread];
+      slopes[thread] = queries.slopes[thread];
+      norms[thread] = queries.norms[thread];
     }
     if (thread == 0) {
       first_block = first;
@@ -198,27 +246,10 @@ struct StreamGroup {
       queries.factors[thread] = __ldcg(factors + thread);
       queries.references[thread] = __ldcg(references + thread);
       queries.slopes[thread] = __ldcg(slopes + thread);
+      queries.norms[thread] = __ldcg(norms + thread);
     }
   }
 };
-
-/// Fills columns, weight sums and factors from the tables of the queries. All threads; ends with a
-/// barrier.
-template <int kQuads, int kBits>
-__device__ void fill_queries(const FilterArgs& args, int chunks, std::int64_t group_index,
-                             StreamQueries& queries) {
-  const ScoreParams& params = args.request.params;
-  const int group = args.request.kv.group();
-  const auto thread = static_cast<int>(threadIdx.x);
-  if (thread < kMaxGroup) {
-    queries.factors[thread] =
-        thread < group
-            ? sign_factor(params, args.tables.scalars[group_index * group + thread]) * kLog2E
-            : 0.0F;
-  }
-  fill_columns<kBits, kFusedThreads>(args.tables, params.num_planes, group_index * group, group,
-                                     chunks, kQuads, queries.columns, queries.weight_sums);
-}
 
 /// Scores of units of 64 tokens in shared memory, by a warp. Lane 4 g + t has tokens r * 8 + g of
 /// each tile, r = 0 .. 3, and head t of each quad.

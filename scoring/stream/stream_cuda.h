@@ -10,7 +10,7 @@ namespace kvtier::scoring::cuda {
 /// The same with a recall target, or where the missed mass is wanted.
 [[nodiscard]] bool stream_serves_recall(const SelectShape& shape);
 void plan_stream(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan);
-/// Fills `args.selection`, from tables that `read_queries` has built. Two launches.
+/// Fills `args.selection`. Two launches.
 void enqueue_stream(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan);
 
 /// Blocks of the pass, one for each multiprocessor.

@@ -82,7 +82,8 @@ TEST_F(SelectionPlanTest, DoesNotKnowTheCountUnderAThreshold) {
   shape.params.threshold = 0.001F;
   const SelectionPlan plan = plan_of(shape);
   EXPECT_EQ(plan.path, SelectionPath::kStream);
-  EXPECT_FALSE(plan.k_known || plan.reads_queries);
+  EXPECT_TRUE(plan.reads_queries);
+  EXPECT_FALSE(plan.k_known);
   EXPECT_TRUE(plan.attends);
   shape.int8_rows = true;  // always-attended rows have no copies in 16 bits
   EXPECT_EQ(plan_of(shape).path, SelectionPath::kGeneric);
@@ -93,7 +94,8 @@ TEST_F(SelectionPlanTest, CountsByMassInTheStream) {
   shape.recall = true;
   const SelectionPlan plan = plan_of(shape);
   EXPECT_EQ(plan.path, SelectionPath::kStream);
-  EXPECT_FALSE(plan.k_known || plan.reads_queries || plan.attends);
+  EXPECT_TRUE(plan.reads_queries);
+  EXPECT_FALSE(plan.k_known || plan.attends);
   shape.group = 16;
   EXPECT_EQ(plan_of(shape).path, SelectionPath::kGeneric);
   EXPECT_EQ(plan_of(shape, false).path, SelectionPath::kGeneric);
