@@ -74,19 +74,76 @@ struct KeyOrder {
   }
 };
 
+/// The approximate keys of a block's tokens, in vectors of eight, of which a warp has neighbours.
+/// The first ones of a thread are under way when it is made.
+class ApproximateKeys {
+ public:
+  static constexpr int kAtOnce = 4;
+
+  int of_lane;  ///< Vectors of a lane: of a warp, lanes have every 32nd.
+  int begin;    ///< Those of the warp.
+  int end;
+
+  __device__ ApproximateKeys(const FilterArgs& args, const FusedWork& work)
+      : of_lane((work.count / 8 + kFusedThreads - 1) / kFusedThreads),
+        begin(min(static_cast<int>(threadIdx.x) / 32 * of_lane * 32, work.count / 8)),
+        end(min(begin + of_lane * 32, work.count / 8)),
+        vectors_(reinterpret_cast<const uint4*>(
+            args.filter.stream_keys + work.group_index * args.max_tokens + work.first_token)) {
+    load(first(), ahead_);
+  }
+  [[nodiscard]] __device__ uint4 at(int vector) const { return __ldcg(vectors_ + vector); }
+  /// Calls `visit` with each of the thread's vectors and its number. Whole warps.
+  template <typename Visit>
+  __device__ void visit_own(const Visit& visit) const {
+    uint4 loaded[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) loaded[j] = ahead_[j];
+#pragma unroll 1
+    for (int base = first(); base < end; base += kAtOnce * 32) {
+      uint4 next[kAtOnce];
+      load(base + kAtOnce * 32, next);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (base + j * 32 < end) visit(loaded[j], base + j * 32);
+        loaded[j] = next[j];
+      }
+    }
+  }
+
+ private:
+  [[nodiscard]] __device__ int first() const { return begin + static_cast<int>(threadIdx.x) % 32; }
+  __device__ void load(int base, uint4 (&vectors)[kAtOnce]) const {
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      vectors[j] = base + j * 32 < end ? at(base + j * 32) : make_uint4(0, 0, 0, 0);
+    }
+  }
+
+  const uint4* vectors_;
+  uint4 ahead_[kAtOnce];
+};
+
+/// Asks L1 for the addresses of the sketch blocks of a block's tokens.
+__device__ inline void prefetch_blocks(const FusedWork& work) {
+  constexpr int kLine = 128 / sizeof(void*);
+  const int first = work.first_token / hashing::kBlockTokens;
+  const int last = (work.first_token + work.count - 1) / hashing::kBlockTokens;
+  const int i = first + static_cast<int>(threadIdx.x) * kLine;
+  if (work.count > 0 && i < last + kLine) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(
+        __cvta_generic_to_global(work.plan.blocks + min(i, last))));
+  }
+}
+
 /// Lists the tokens that `order` gives at least `least`. All threads; begins and ends with a
 /// barrier.
 template <typename Order>
 __device__ Candidates list_candidates(const FilterArgs& args, const FusedWork& work,
-                                      const Order& order, const std::uint16_t* approximate,
+                                      const Order& order, const ApproximateKeys& approximate,
                                       int least, ChoiceMemory& memory, FusedShared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const auto* vectors = reinterpret_cast<const uint4*>(approximate);
-  const int all = work.count / 8;
-  const int of_lane = (all + kFusedThreads - 1) / kFusedThreads;
-  const int begin = min(warp * of_lane * 32, all);
-  const int end = min(begin + of_lane * 32, all);
   // A bit per token of a vector, of vectors whose bits have room in the place of the keys.
   auto* const kept = reinterpret_cast<std::uint8_t*>(memory.keys);
   constexpr int kKept = sizeof(memory.keys);
@@ -101,25 +158,13 @@ __device__ Candidates list_candidates(const FilterArgs& args, const FusedWork& w
     }
     return votes;
   };
-  constexpr int kAtOnce = 4;
   __syncthreads();
   int mine = 0;
-#pragma unroll 1
-  for (int base = begin + lane; base < end; base += kAtOnce * 32) {
-    uint4 loaded[kAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int i = base + j * 32;
-      loaded[j] = i < end ? __ldcg(vectors + i) : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int i = base + j * 32;
-      const unsigned votes = votes_of(loaded[j], i);
-      if (i < end && i < kKept) kept[i] = static_cast<std::uint8_t>(votes);
-      mine += __popc(votes);
-    }
-  }
+  approximate.visit_own([&](const uint4& loaded, int vector) {
+    const unsigned votes = votes_of(loaded, vector);
+    if (vector < kKept) kept[vector] = static_cast<std::uint8_t>(votes);
+    mine += __popc(votes);
+  });
   mine = static_cast<int>(__reduce_add_sync(kFullWarp, static_cast<unsigned>(mine)));
   if (lane == 0) shared.warp_counts[warp] = static_cast<std::uint32_t>(mine);
   if (threadIdx.x == 0) shared.chosen_before = 0;  // of the keys that are exact
@@ -133,10 +178,10 @@ __device__ Candidates list_candidates(const FilterArgs& args, const FusedWork& w
   found.keys = listed ? memory.keys : reinterpret_cast<std::uint32_t*>(args.values) + global;
   found.tokens = listed ? memory.tokens : args.ids + global;
   // A lane lists the tokens of neighbouring vectors.
-  const int first = min(begin + lane * of_lane, end);
-  const int last = min(first + of_lane, end);
+  const int first = min(approximate.begin + lane * approximate.of_lane, approximate.end);
+  const int last = min(first + approximate.of_lane, approximate.end);
   const auto votes_at = [&](int vector) -> unsigned {
-    return vector < kKept ? kept[vector] : votes_of(__ldcg(vectors + vector), vector);
+    return vector < kKept ? kept[vector] : votes_of(approximate.at(vector), vector);
   };
   int count = 0;
 #pragma unroll 4

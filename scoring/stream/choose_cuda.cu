@@ -106,20 +106,66 @@ struct KeyError {
   float most;
 };
 
+/// The blocks of the pass that have parts of a group, first to last.
+struct StreamParts {
+  std::int64_t index;  ///< That of part 0: parts are numbered by the blocks.
+  int first;
+  int last;
+
+  __device__ StreamParts(const FilterArgs& args, std::int64_t group_index)
+      : index(group_index),
+        first(__ldcg(&args.filter.stream_groups[group_index].first_block)),
+        last(__ldcg(&args.filter.stream_groups[group_index].last_block)) {}
+};
+
+/// A thread's share of the counts by bins of approximate keys; kByScore: of those of the scores.
+template <bool kByScore>
+__device__ uint4 sum_counts(const FilterArgs& args, const StreamParts& parts) {
+  constexpr int kVectors = kFusedBins / 4;
+  const auto thread = static_cast<int>(threadIdx.x);
+  uint4 sum = make_uint4(0, 0, 0, 0);
+#pragma unroll 8
+  for (int block = parts.first + thread / kVectors; block <= parts.last;
+       block += kFusedThreads / kVectors) {
+    const std::uint32_t* counts =
+        args.filter.stream_counts + ((parts.index + block) * 2 + (kByScore ? 1 : 0)) * kFusedBins;
+    const uint4 part = __ldcg(reinterpret_cast<const uint4*>(counts) + thread % kVectors);
+    sum = make_uint4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+  }
+  return sum;
+}
+
+/// Adds all shares to `shared.bins`, which are clear. A barrier must follow.
+__device__ void add_counts(const uint4& sum, FusedShared& shared) {
+  std::uint32_t* const bins = shared.bins + threadIdx.x % (kFusedBins / 4) * 4;
+  atomicAdd(bins, sum.x);
+  atomicAdd(bins + 1, sum.y);
+  atomicAdd(bins + 2, sum.z);
+  atomicAdd(bins + 3, sum.w);
+}
+
 /// Adds up the parts of the normalisers: fills `shared.references`, for heads past the group with
-/// infinity. All threads; ends with a barrier.
-__device__ void sum_normalisers(const FilterArgs& args, std::int64_t group_index,
-                                FusedShared& shared) {
+/// infinity. `counts`: counts approximate keys in `shared.bins`, too, which are clear. All threads;
+/// ends with a barrier.
+__device__ void add_parts(const FilterArgs& args, const StreamParts& parts, bool counts,
+                          FusedShared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32;
-  const StreamGroup& of_group = args.filter.stream_groups[group_index];
   static_assert(kFusedWarps >= kMaxGroup);
-  if (head < args.request.kv.group()) {
-    const int last = __ldcg(&of_group.last_block);
+  const auto part_of = [&](int block) {
+    return __ldcg(args.filter.stream_sums + (parts.index + block) * kMaxGroup + head);
+  };
+  const bool summed = head < args.request.kv.group();
+  // Reads of both are under way together.
+  float2 part{kLowestValue, 0.0F};
+  if (summed && parts.first + lane <= parts.last) part = part_of(parts.first + lane);
+  uint4 sum{};
+  if (counts) sum = sum_counts<false>(args, parts);
+  if (summed) {
     FusedSum total;
-    for (int block = __ldcg(&of_group.first_block) + lane; block <= last; block += 32) {
-      const float2 part =
-          __ldcg(args.filter.stream_sums + (group_index + block) * kMaxGroup + head);
+    total.add(part.x, part.y);
+    for (int block = parts.first + lane + 32; block <= parts.last; block += 32) {
+      part = part_of(block);
       total.add(part.x, part.y);
     }
     total = sum_lanes(total);
@@ -127,6 +173,7 @@ __device__ void sum_normalisers(const FilterArgs& args, std::int64_t group_index
   } else if (head < kMaxGroup && lane == 0) {
     shared.references[head] = INFINITY;
   }
+  if (counts) add_counts(sum, shared);
   __syncthreads();
 }
 
@@ -153,34 +200,13 @@ __device__ int least_approximate(float exact, const KeyError& error, float round
   return static_cast<int>(fminf(fmaxf(steps, 1.0F), 65535.0F));
 }
 
-/// The least approximate key of tokens that may be among the `wanted` best; kByScore: by score,
-/// where keys are priorities. All threads; begins and ends with a barrier. `shared.bins` are clear
-/// before and after.
-template <bool kByScore>
-__device__ int least_of_best(const FilterArgs& args, std::int64_t group_index, std::uint32_t wanted,
-                             const KeyError& error, FusedShared& shared) {
-  constexpr int kVectors = kFusedBins / 4;
-  const StreamGroup& of_group = args.filter.stream_groups[group_index];
-  const auto thread = static_cast<int>(threadIdx.x);
-  const int last = __ldcg(&of_group.last_block);
-  uint4 sum = make_uint4(0, 0, 0, 0);
-#pragma unroll 4
-  for (int block = __ldcg(&of_group.first_block) + thread / kVectors; block <= last;
-       block += kFusedThreads / kVectors) {
-    const std::uint32_t* counts =
-        args.filter.stream_counts + ((group_index + block) * 2 + (kByScore ? 1 : 0)) * kFusedBins;
-    const uint4 part = __ldcg(reinterpret_cast<const uint4*>(counts) + thread % kVectors);
-    sum = make_uint4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
-  }
-  __syncthreads();
-  std::uint32_t* const bins = shared.bins + thread % kVectors * 4;
-  atomicAdd(bins, sum.x);
-  atomicAdd(bins + 1, sum.y);
-  atomicAdd(bins + 2, sum.z);
-  atomicAdd(bins + 3, sum.w);
-  if (thread == 0) shared.bin = 0;
-  __syncthreads();                          // the counts of all blocks of the pass are there
-  const int bin = kFusedBins - 1 - thread;  // the best first
+/// The least approximate key of tokens that may be among the `wanted` best, by the counts in
+/// `shared.bins`, which are clear afterwards. `rounding`: as of `least_approximate`. All threads;
+/// begins after a barrier and ends with one.
+__device__ int least_of_best(std::uint32_t wanted, const KeyError& error, float rounding,
+                             FusedShared& shared) {
+  const int bin = kFusedBins - 1 - static_cast<int>(threadIdx.x);  // the best first
+  if (threadIdx.x == 0) shared.bin = 0;
   const std::uint32_t count = shared.bins[bin];
   std::uint32_t total = 0;
   const std::uint32_t before = block_exclusive_sum(count, &total);
@@ -190,7 +216,7 @@ __device__ int least_of_best(const FilterArgs& args, std::int64_t group_index, s
   if (shared.bin == 0) return 1;
   // As many tokens have approximate keys of at least this one, so exact keys of at least that.
   const float least = static_cast<float>(StreamBins::least(shared.bin)) / kKeySteps - kKeyOffset;
-  return least_approximate(least - error.most, error, kRounding + (kByScore ? 1.0F : 0.0F));
+  return least_approximate(least - error.most, error, rounding);
 }
 
 /// Writes the listed tokens with keys above `found_cut.cut`. All threads; begins with a barrier.
@@ -253,8 +279,8 @@ __device__ std::uint32_t exchange_counts(unsigned of_thread, int round, const Bl
 /// Finds how many of the best tokens reach a recall target, and what the missed mass is made from.
 /// Advances `round`. All threads; ends with a barrier.
 template <int kQuads, int kChunks, int kBits>
-__device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& work, int row,
-                                    const KeyError& error, const std::uint16_t* approximate,
+__device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& work,
+                                    const StreamParts& parts, int row, const KeyError& error,
                                     const BlockExchange& peers, int& round, ChoiceMemory& memory,
                                     const StreamQueries& queries, RecallShared& recall,
                                     FusedShared& shared) {
@@ -273,8 +299,11 @@ __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& wor
     const KeyOrder<true> order(args.request.params, work.kv_head);
     int least = 1;
     if (work.plan.k < eligible) {
-      least = least_of_best<true>(args, work.group_index, count, error, shared);
+      add_counts(sum_counts<true>(args, parts), shared);
+      __syncthreads();  // the counts of all blocks of the pass are there
+      least = least_of_best(count, error, kRounding + 1.0F, shared);
     }
+    const ApproximateKeys approximate(args, work);
     const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
     std::uint32_t* const masses =
         args.filter.slots + work.group_index * args.max_tokens + work.first_token;
@@ -291,26 +320,32 @@ __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& wor
 
 /// Chooses for a (row, KV head) of which something is eligible. Returns how many tokens are chosen.
 template <bool kRecall, int kQuads, int kChunks, int kBits>
-__device__ int choose(const FilterArgs& args, FusedWork& work, int row, const BlockExchange& peers,
-                      TaggedWord* posted, ChoiceMemory& memory, StreamQueries& queries,
-                      [[maybe_unused]] RecallShared* recall, FusedShared& shared) {
+__device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts& parts, int row,
+                      const BlockExchange& peers, TaggedWord* posted, ChoiceMemory& memory,
+                      StreamQueries& queries, [[maybe_unused]] RecallShared* recall,
+                      FusedShared& shared) {
   const ScoreParams& params = args.request.params;
   const int group = args.request.kv.group();
   const bool prioritised = params.rule == SelectionRule::kPriority;
-  sum_normalisers(args, work.group_index, shared);
   const bool bounded = !kRecall && prioritised && params.threshold > 0.0F;
+  const std::int64_t eligible = work.plan.end - work.plan.begin;
+  const bool counts = !kRecall && !bounded && work.plan.k < eligible;
+  prefetch_blocks(work);
+  const ApproximateKeys approximate(args, work);
+  add_parts(args, parts, counts, shared);
   if (bounded) {
     add_static(args, row, work.kv_head, true, reinterpret_cast<float*>(&memory), shared.references);
   }
   const KeyError error = key_error(group, queries, shared);
-  const std::uint16_t* approximate =
-      args.filter.stream_keys + work.group_index * args.max_tokens + work.first_token;
   int rounds = 0;
   if constexpr (kRecall) {
-    work.plan.k = find_count<kQuads, kChunks, kBits>(args, work, row, error, approximate, peers,
-                                                     rounds, memory, queries, *recall, shared);
+    work.plan.k = find_count<kQuads, kChunks, kBits>(args, work, parts, row, error, peers, rounds,
+                                                     memory, queries, *recall, shared);
+    if (work.plan.k < eligible) {
+      add_counts(sum_counts<false>(args, parts), shared);
+      __syncthreads();  // the counts of all blocks of the pass are there
+    }
   }
-  const bool limited = work.plan.k < work.plan.end - work.plan.begin;
   const KeyOrder<false> order(params, work.kv_head);
   int least = 1;
   std::uint32_t least_key = 1;
@@ -319,9 +354,9 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, int row, const Bl
     const float least_sum = params.threshold * static_cast<float>(group);
     least = least_approximate(log2_norm(least_sum), error, kRounding);
     least_key = __float_as_uint(fmaxf(least_sum, kLeastSum)) | 0x80000000U;
-  } else if (limited) {
+  } else if (work.plan.k < eligible) {
     const auto wanted = static_cast<std::uint32_t>(work.plan.k + (prioritised ? 1 : 0));
-    least = least_of_best<false>(args, work.group_index, wanted, error, shared);
+    least = least_of_best(wanted, error, kRounding, shared);
   }
   const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
   const unsigned counted = write_exact_keys<false, kQuads, kChunks, kBits>(
@@ -374,8 +409,10 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
   if (threadIdx.x == 0) shared.chosen_before = 0;
   transfer::cuda::wait_for_previous();
   transfer::cuda::let_next_start();
-  // Of a row of which nothing is eligible it is of no use.
-  args.filter.stream_groups[std::int64_t{row} * args.request.kv.kv_heads + kv_head].load(queries);
+  // Of a row of which nothing is eligible they are of no use.
+  const std::int64_t group_index = std::int64_t{row} * args.request.kv.kv_heads + kv_head;
+  const StreamParts parts(args, group_index);
+  args.filter.stream_groups[group_index].load(queries);
   FusedWork work(args, row, kv_head, rank, shape.blocks);
   // There are fewer boxes than groups only where no group has two blocks, and none is used.
   const BlockExchange peers(args, min(work.group_index, std::int64_t{kFusedParts - 1}), rank,
@@ -394,8 +431,8 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
       __shared__ RecallShared of_group;
       recall = &of_group;
     }
-    const int chosen = choose<kRecall, kQuads, kChunks, kBits>(args, work, row, peers, posted,
-                                                               memory, queries, recall, shared);
+    const int chosen = choose<kRecall, kQuads, kChunks, kBits>(
+        args, work, parts, row, peers, posted, memory, queries, recall, shared);
     if (attends && threadIdx.x == 0) rows.count = rows.num_static + chosen;
   }
   if (attends) {
