@@ -22,31 +22,6 @@ __device__ inline void multiply_bits_of_two(int (&counts)[4], const std::uint32_
       : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(columns[0]), "r"(columns[1]));
 }
 
-/// The column operands of a quad, one word per chunk and product. kChunks 0: their number is known
-/// at run time only, and they are read again for every product.
-template <int kBitsOfWeight, int kKnownChunks>
-class QuadColumns {
- public:
-  static constexpr int kBits = kBitsOfWeight;
-  static constexpr int kChunks = kKnownChunks;
-  static constexpr int kProducts = kBits / 2;
-
-  /// `columns`: as `fill_columns` writes them, of this quad.
-  __device__ void load(const std::uint32_t* columns) {
-    columns_ = columns + threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < kChunks * kProducts; ++i) held_[i] = __ldg(columns_ + i * 32);
-  }
-  __device__ std::uint32_t word(int chunk, int product) const {
-    const int at = chunk * kProducts + product;
-    return kChunks > 0 ? held_[kChunks > 0 ? at : 0] : __ldg(columns_ + at * 32);
-  }
-
- private:
-  const std::uint32_t* columns_ = nullptr;
-  std::uint32_t held_[kChunks > 0 ? kChunks* kProducts : 1];
-};
-
 /// Counts the planes where both bits are set, of the lane's four tokens and the columns of one
 /// head: `counts[r / 2][product][r % 2 * 2 + bit % 2]` is of token r and bit 2 product + bit % 2.
 /// `tile` is the first of the 32 tokens' bits in chunk 0 of `[chunk][kTokens]` of 16 bytes.

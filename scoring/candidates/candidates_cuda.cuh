@@ -61,25 +61,13 @@ struct ChooseWork {
   ChooseShared& shared;
   std::int64_t group_index;
   unsigned rank;
-  std::uint32_t k;           // of the search: by priority one more than are taken, if `cuts`
-  bool cuts;                 // whether what the others are above is wanted
+  std::uint32_t k;
   std::uint32_t first;       // segment
   std::uint32_t segments;    // of the row
   std::uint32_t per_thread;  // quads of segments
 
   /// Of the keys that equal the k-th best, how many are taken.
-  [[nodiscard]] __device__ std::uint32_t num_ties(std::uint32_t above) const {
-    return k - above - (cuts ? 1 : 0);
-  }
-  [[nodiscard]] __device__ bool prioritised() const {
-    return args.request.params.rule == SelectionRule::kPriority;
-  }
-  /// Base-2 logarithm of u of a token.
-  [[nodiscard]] __device__ float log2_uniform(std::int32_t token) const {
-    const auto kv_head = static_cast<int>(group_index % args.request.kv.kv_heads);
-    const std::uint32_t set = priority_key(args.request.params, kv_head);
-    return __log2f(priority_uniform(set, static_cast<std::uint32_t>(token)));
-  }
+  [[nodiscard]] __device__ std::uint32_t num_ties(std::uint32_t above) const { return k - above; }
   [[nodiscard]] __device__ int group() const { return kGroup > 0 ? kGroup : shape.group; }
   [[nodiscard]] __device__ int sets() const { return kTogether ? 1 : group(); }
   [[nodiscard]] __device__ std::uint32_t quads() const {
@@ -293,15 +281,6 @@ __device__ void exact_references(const ChooseWork<kTogether, kLogit, kGroup>& wo
   const unsigned votes = __ballot_sync(kFullWarp, limited);
   if (threadIdx.x == 0) shared.limited = votes;
   __syncwarp();
-}
-
-/// The bias of a token with this key.
-template <typename Work>
-__device__ float bias_of(const Work& work, std::uint32_t key, std::int32_t id) {
-  constexpr float kLn2 = 0.69314718F;
-  const float below =
-      score_of_key(work.shared.search[0].low) - score_of_key(key) - work.log2_uniform(id);
-  return work.cuts && below > 0.0F && below < 1e30F ? below * kLn2 : 0.0F;
 }
 
 #endif

@@ -44,7 +44,6 @@ __device__ void open_searches(const ChooseWork<kTogether, kLogit, kGroup>& work,
     }
     reference = kLogit ? least : 1.0F / least;
     most = kLogit ? 5.0F : 1.1F * static_cast<float>(work.group());
-    if (work.prioritised()) most += 32.0F;  // u is 2^-32 at least
     static_assert(kMaxGroup <= 16, "5 octaves for the sum of shares");
   }
   if (lane < work.sets()) {
@@ -61,7 +60,7 @@ __device__ void open_searches(const ChooseWork<kTogether, kLogit, kGroup>& work,
     shared.offsets[lane] = offset;
     shared.cuts[lane] = 0xFFFFFFFFU;
     shared.search[lane].open(candidates, known ? ordered_key(least) : 0, known ? kWindowShift : 24,
-                             known ? ordered_key(most) : 0xFFFFFFFFU, work.cuts);
+                             known ? ordered_key(most) : 0xFFFFFFFFU);
   }
 }
 
@@ -124,8 +123,7 @@ __device__ void write_keys(const ChooseWork<kTogether, kLogit, kGroup>& work,
     const std::int32_t id = candidates.slot_ids[slot];
 #pragma unroll 1
     for (int set = 0; set < work.sets(); ++set) {
-      float value = kTogether ? combined_value(work, values) : values[set];
-      if (work.prioritised() && value > kLowestValue) value -= work.log2_uniform(id);
+      const float value = kTogether ? combined_value(work, values) : values[set];
       const std::uint32_t key = ordered_key(value - shared.offsets[set]);
       candidates.key(j, set) = key;
       shared.search[set].add(bins + set * kSearchStride, key);
@@ -315,7 +313,6 @@ __device__ void write_selection(const Work& work, const Candidates& candidates) 
       const std::int64_t at = list + before + __popc(votes & ((1U << lane) - 1));
       const std::int32_t id = candidates.id(base + lane);
       out.ids[at] = id;
-      if (work.prioritised()) out.bias[at] = bias_of(work, candidates.key(base + lane, 0), id);
       out.head_mask[at] = static_cast<std::uint16_t>(mask);
     }
     before += __popc(votes);
@@ -369,8 +366,6 @@ __global__ __launch_bounds__(kChooseThreads,
     }
     return;
   }
-  const bool cuts =
-      args.request.params.rule == SelectionRule::kPriority && k < plan.end - plan.begin;
   const auto first = static_cast<std::uint32_t>(plan.begin / kSegmentTokens);
   const auto last = static_cast<std::uint32_t>((plan.end + kSegmentTokens - 1) / kSegmentTokens);
   ChooseWork<kTogether, kLogit, kGroup> work{.args = args,
@@ -378,8 +373,7 @@ __global__ __launch_bounds__(kChooseThreads,
                                              .shared = shared,
                                              .group_index = group_index,
                                              .rank = rank,
-                                             .k = static_cast<std::uint32_t>(k + (cuts ? 1 : 0)),
-                                             .cuts = cuts,
+                                             .k = static_cast<std::uint32_t>(k),
                                              .first = first,
                                              .segments = last - first,
                                              .per_thread = 0};

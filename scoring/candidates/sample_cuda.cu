@@ -219,7 +219,6 @@ __global__ KVTIER_CLUSTER(kSampleBlocks)
   if (sample.rank == 0 && threadIdx.x == 0) {
     if (kv_head == 0) {
       args.plans[row] = sample.plan;
-      if (row == 0) *args.filter.ticket = 0;
       if (eligible > 0 && request.flags != nullptr) {
         atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->tokens_scored),
                   static_cast<unsigned long long>(eligible * request.kv.kv_heads));
@@ -267,10 +266,6 @@ __global__ KVTIER_CLUSTER(kSampleBlocks)
   // A normaliser that one token may have spoilt asks for a lower threshold, lest the proof fail.
   constexpr float kUsualError = 0.05F;
   const float lower = 1.0F / (1.0F + 2.0F * fmaxf(error - kUsualError, 0.0F));
-  // By priority a sum is divided by the token's u; the few above the range count in the last bin.
-  const bool prioritised = request.params.rule == SelectionRule::kPriority;
-  const std::uint32_t set = priority_key(request.params, kv_head);
-  if (prioritised) range.y *= 0x1p16F;
   const Bins common(range);
   for (int i = static_cast<int>(threadIdx.x); i < samples; i += kSampleThreads) {
     float sum = 0.0F;
@@ -279,9 +274,6 @@ __global__ KVTIER_CLUSTER(kSampleBlocks)
           share_of(logit_like, values[h * kSamplesPerBlock + i], shared.references[h]);
       sum += share;
       if (!together) atomicAdd(&histograms[h * kBins + Bins(shared.ranges[h]).of(share)], 1U);
-    }
-    if (prioritised) {
-      sum /= priority_uniform(set, static_cast<std::uint32_t>(sample.token(i)));
     }
     if (together) atomicAdd(&histograms[common.of(sum)], 1U);
   }
@@ -323,20 +315,12 @@ using SampleKernel = void (*)(FilterArgs);
 
 SampleKernel sample_kernel(const SelectRequest& request) {
   const ScoreParams& params = request.params;
-  if (params.estimator == Estimator::kNormAware) {
-    const int bits = filter_weight_bits(params, request.kv.group());
-    if (bits == 4) return take_sample<SignScorer<4>>;
-    return bits == 6 ? take_sample<SignScorer<6>> : take_sample<SignScorer<8>>;
-  }
   const bool p10_l60 = TableShape(params).p10_l60() && request.kv.group() <= 4;
   return p10_l60 ? take_sample<CollisionScorer<true>> : take_sample<CollisionScorer<false>>;
 }
 
 int table_words(const ScoreParams& params, int group) {
   const TableShape shape(params);
-  if (params.estimator == Estimator::kNormAware) {
-    return (group + 3) / 4 * sign_chunks(params) * (filter_weight_bits(params, group) / 2) * 32;
-  }
   return stored_pairs(shape, group) * shape.entries();
 }
 

@@ -129,10 +129,9 @@ struct Search {
   std::uint32_t most;   ///< No key is expected above this one.
   std::uint32_t above;  ///< Keys above `high`.
   std::uint32_t count;  ///< Keys in question.
-  bool exact;           ///< Whether the k-th best key itself is wanted.
 
   __device__ void open(std::uint32_t keys, std::uint32_t window, std::uint32_t window_shift,
-                       std::uint32_t most_expected, bool wants_key) {
+                       std::uint32_t most_expected) {
     low = 0;
     high = 0xFFFFFFFFU;
     base = window;
@@ -140,13 +139,12 @@ struct Search {
     most = most_expected;
     above = 0;
     count = keys;
-    exact = wants_key;
   }
   /// Tells whether the k best are the keys above `high` and keys in question: all of those, which
   /// are then next to equal, or, when they are equal, maybe the first of them.
   [[nodiscard]] __device__ bool done(std::uint32_t k) const {
     constexpr std::uint32_t kNextToEqual = 1U << 9;
-    return low == high || (!exact && above + count == k && high - low < kNextToEqual);
+    return low == high || (above + count == k && high - low < kNextToEqual);
   }
   __device__ void add(std::uint32_t* bins, std::uint32_t key) const {
     if (key >= base && key <= high) {

@@ -144,7 +144,8 @@ class FusedRing {
   bool copies_norms_;
 };
 
-/// As `QuadColumns`, in shared memory.
+/// The column operands of a quad, one word per chunk and product, in shared memory. kKnownChunks 0:
+/// their number is known at run time only, and they are read again for every product.
 template <int kKnownChunks, int kWeightBits>
 class FusedColumns {
  public:

@@ -12,26 +12,13 @@ bool may_attend(const SelectShape& shape) {
 
 bool candidates_serve(const SelectShape& shape, const DeviceLimits& device) {
   const ScoreParams& params = shape.params;
-  const bool norm_aware = params.estimator == Estimator::kNormAware;
-  const bool has_kernels =
-      params.estimator == Estimator::kSoftCollision ||
-      (norm_aware && params.query_bits > 0 && filter_weight_bits(params, shape.group) > 0);
-  const bool ordered = params.rule == SelectionRule::kTopK ||
-                       (norm_aware && one_set(shape) && params.threshold == 0.0F);
   const int most = most_table_bytes(device.block_bytes);
-  return ordered && has_kernels && sample_bytes(params, shape.group) <= most &&
-         (norm_aware || collision_pass_bytes(params, shape.group) <= most);
+  return params.estimator == Estimator::kSoftCollision && params.rule == SelectionRule::kTopK &&
+         sample_bytes(params, shape.group) <= most &&
+         collision_pass_bytes(params, shape.group) <= most;
 }
 
 }  // namespace
-
-int filter_weight_bits(const ScoreParams& params, int group) {
-  const int bits = params.weight_bits();
-  const int chunks = (params.num_planes + hashing::kChunkBits - 1) / hashing::kChunkBits;
-  if (bits <= 4) return 4;
-  if (bits <= 6 && group <= 4 && chunks == 2) return 6;
-  return bits <= 8 ? 8 : 0;
-}
 
 SelectionPlan plan_selection(const SelectShape& shape, const DeviceLimits& device,
                              bool may_exchange) {
@@ -102,14 +89,9 @@ void enqueue_path(const Stage& stage, const SelectionPlan& plan,
     case SelectionPath::kCandidates:
       break;
   }
-  const bool norm_aware = stage.request.params.estimator == Estimator::kNormAware;
   enqueue_sample(stage.stream, args);
   for (const bool again : {false, true}) {
-    if (norm_aware) {
-      enqueue_sign_pass(stage.stream, args, again);
-    } else {
-      enqueue_collision_pass(stage.stream, args, again);
-    }
+    enqueue_collision_pass(stage.stream, args, again);
     enqueue_choose(stage.stream, args, again);
   }
 }

@@ -59,9 +59,6 @@ void enqueue_path(const Stage& stage, const SelectionPlan& plan, const RecallPar
 struct FilterArgs;
 [[nodiscard]] FilterArgs path_args(const Stage& stage, const RecallParams& recall_params);
 
-/// Bits of the weights that the sample makes columns of and the pass multiplies, 4, 6 or 8; 0: the
-/// weights have more.
-[[nodiscard]] int filter_weight_bits(const ScoreParams& params, int group);
 /// Shared memory, in bytes, that the stages' tables need.
 [[nodiscard]] int sample_bytes(const ScoreParams& params, int group);
 [[nodiscard]] int collision_pass_bytes(const ScoreParams& params, int group);
@@ -133,7 +130,6 @@ void enqueue_soft(cudaStream_t stream, const FilterArgs& args, const SelectionPl
                                    SelectionPlan& plan);
 void enqueue_soft_in_l2(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan);
 void enqueue_sample(cudaStream_t stream, const FilterArgs& args);
-void enqueue_sign_pass(cudaStream_t stream, const FilterArgs& args, bool again);
 void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args, bool again);
 void enqueue_choose(cudaStream_t stream, const FilterArgs& args, bool again);
 

@@ -202,20 +202,14 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place(scratch.normalisers, sets);
   place_bytes(scratch.estimates, estimates_bytes(sets));
   FilterScratch& filter = scratch.filter;
-  constexpr int kMostChunks = 8;
-  constexpr int kMostProducts = 4;
-  filter.columns_stride = std::int64_t{(group + 3) / 4} * kMostChunks * kMostProducts * 32;
   place(filter.heads, sets);
   place(filter.groups, groups);
   place(filter.counts, groups * scratch.segments);
   place(filter.partials, sets * scratch.segments);
   place(filter.others, sets * kSampleBlocks);
-  place(filter.columns, groups * filter.columns_stride);
-  place(filter.weight_sums, sets);
   // Masses of bins, 8 bytes each, are in the slots: a call has one or the other.
   place(filter.slots, std::max(groups * limits.max_tokens, sets * kRadixBins * 2));
   scratch.masses = reinterpret_cast<std::uint64_t*>(filter.slots);
-  place(filter.ticket, 1);
   filter.fused_bytes = most_fused_bytes(groups, group, limits.max_tokens);
   place(filter.fused_scores, filter.fused_bytes);
   place(filter.fused_factors, groups * kMaxGroup);

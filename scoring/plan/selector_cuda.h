@@ -58,16 +58,12 @@ struct StreamGroup;
 /// slots 256 s ...: ids in `SelectorWorkspace::combined` (as int32), the group's values in
 /// `scores` as `[slot][group]`.
 struct FilterScratch {
-  FilterHead* heads;          // [rows][query_heads]
-  FilterGroup* groups;        // [rows][kv_heads]
-  std::uint32_t* counts;      // [rows][kv_heads][segments] candidates of a segment
-  float* partials;            // [rows][kv_heads][segments][group] sums of shares
-  SampleRest* others;         // [rows][query_heads][blocks of a sample]
-  std::uint32_t* columns;     // [rows][kv_heads][columns_stride] column operands of sign products
-  std::int32_t* weight_sums;  // [rows][query_heads]
+  FilterHead* heads;      // [rows][query_heads]
+  FilterGroup* groups;    // [rows][kv_heads]
+  std::uint32_t* counts;  // [rows][kv_heads][segments] candidates of a segment
+  float* partials;        // [rows][kv_heads][segments][group] sums of shares
+  SampleRest* others;     // [rows][query_heads][blocks of a sample]
   std::uint32_t* slots;   // [rows][kv_heads][max_tokens] slots of more candidates than fit on chip
-  std::uint32_t* ticket;  // shares of the first pass taken; 0 when it starts
-  std::int64_t columns_stride;
   std::byte* fused_scores;  // of rows that are chosen from on chip (fused/select_cuda.cuh)
   std::int64_t fused_bytes;
   Mailbox* mailboxes;          // [rows][kv_heads], zero at first (fused/block_exchange_cuda.cuh)

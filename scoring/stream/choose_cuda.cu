@@ -451,13 +451,9 @@ bool stream_serves(const SelectShape& shape) {
   // Of rows in int8 that have no copies in 16 bits, `row_address` knows nothing.
   const bool reads_static = params.threshold > 0.0F;
   const bool readable = !shape.int8_rows || shape.fp16_sinks;
-  // Few rows of few heads take less time by a sample and candidates (H100: 172 us for 191 at 1M
-  // tokens of 8 KV heads), many less by this path (128 KV heads of 32K tokens: 185 us for 299; 4
-  // of 16 query heads at 128K: 113 us for 161). It alone serves a threshold.
-  const bool faster = shape.group > kFusedHeads || shape.kv_heads * shape.rows > kAttendedGroups;
   return params.estimator == Estimator::kNormAware && params.query_bits > 0 && one_set(shape) &&
          params.weight_bits() <= kFusedMostBits && sign_chunks(params) <= kFusedChunks &&
-         (reads_static ? readable : faster);
+         (readable || !reads_static);
 }
 
 bool stream_serves_recall(const SelectShape& shape) {

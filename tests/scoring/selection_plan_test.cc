@@ -51,7 +51,7 @@ TEST_F(SelectionPlanTest, DoesAllInOneKernelWhereScoresFitOnChip) {
     EXPECT_LE(plan.bytes, kDevice.block_bytes);
     EXPECT_GE(std::int64_t{plan.capacity} * plan.blocks, tokens);
   }
-  EXPECT_EQ(plan_of(shape_of(128 << 10), false).path, SelectionPath::kCandidates);
+  EXPECT_EQ(plan_of(shape_of(128 << 10), false).path, SelectionPath::kGeneric);
 }
 
 TEST_F(SelectionPlanTest, AttendsToRowsThatTheKernelCanRead) {
@@ -67,8 +67,8 @@ TEST_F(SelectionPlanTest, AttendsToRowsThatTheKernelCanRead) {
   EXPECT_FALSE(plan_of(shape).attends);
 }
 
-TEST_F(SelectionPlanTest, LeavesTheLongAndTheManyToOtherPaths) {
-  EXPECT_EQ(plan_of(shape_of(1 << 20)).path, SelectionPath::kCandidates);
+TEST_F(SelectionPlanTest, LeavesTheLongAndTheManyToTheStream) {
+  EXPECT_EQ(plan_of(shape_of(1 << 20)).path, SelectionPath::kStream);
   SelectShape shape = shape_of(128 << 10);
   shape.rows = 8;
   EXPECT_EQ(plan_of(shape).path, SelectionPath::kStream);
