@@ -29,7 +29,6 @@ struct SelectShape {
 enum class SelectionPath {
   kGeneric,     ///< Scores in memory; on the CPU always.
   kFused,       ///< One kernel, sums in shared memory (fused/).
-  kFusedInL2,   ///< Two kernels, sums in L2 (fused/).
   kStream,      ///< A key per token (stream/).
   kSoft,        ///< Soft collision, one kernel (soft/).
   kSoftInL2,    ///< Soft collision, values in L2 (soft/).

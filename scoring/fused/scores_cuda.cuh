@@ -374,23 +374,4 @@ __device__ inline void exchange_sums(const FusedQueries& queries, const BlockExc
   __syncthreads();
 }
 
-/// Adds up the parts of the normalisers in memory: fills `shared.references`. Ends with a barrier.
-__device__ inline void read_sums(const float2* partials, int parts, int group, int heads,
-                                 FusedShared& shared) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int head = static_cast<int>(threadIdx.x) / 32;
-  if (head < group) {
-    FusedSum total;
-    for (int part = lane; part < parts; part += 32) {
-      const float2 one = partials[part * group + head];
-      total.add(one.x, one.y);
-    }
-    total = sum_lanes(total);
-    if (lane == 0) shared.references[head] = normaliser(total);
-  } else if (head < heads && lane == 0) {
-    shared.references[head] = INFINITY;
-  }
-  __syncthreads();
-}
-
 }  // namespace kvtier::scoring::cuda

@@ -14,10 +14,6 @@
 namespace kvtier::scoring::cuda {
 namespace {
 
-/// Half of the L2 cache of an H100 or H200, a little less: scores that are written there are read
-/// back at once. The workspace has as much on every device.
-constexpr std::int64_t kMostInL2 = std::int64_t{24} << 20;
-
 #if defined(KVTIER_HAS_CLUSTERS)
 
 /// Starts to copy a block's sketches before the wait, when an append under way may or may not have
@@ -136,122 +132,20 @@ __global__ __launch_bounds__(kFusedThreads,
 #endif
 }
 
-// `shape.blocks` blocks per (row, KV head); the scores go to memory, and the parts of the
-// normalisers to `[row, KV head][block][head]`. Dynamic shared memory: the tables while they are
-// made, norms of units, the ring.
-template <int kQuads, int kChunks, int kBits>
-__global__ __launch_bounds__(kFusedThreads,
-                             1) void score_rows(const __grid_constant__ FilterArgs args,
-                                                const __grid_constant__ FusedInput input,
-                                                const __grid_constant__ FusedShape shape) {
-#if defined(KVTIER_HAS_CLUSTERS)
-  extern __shared__ __align__(128) std::byte dynamic[];
-  __shared__ float factors[kMaxGroup];
-  __shared__ __align__(16) FusedQueries queries;
-  const int chunks = kChunks > 0 ? kChunks : sign_chunks(args.request.params);
-  const auto row = static_cast<int>(blockIdx.y);
-  const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
-  const unsigned rank = blockIdx.x % shape.blocks;
-  const int group = args.request.kv.group();
-  auto* const norms = reinterpret_cast<FusedNorms*>(dynamic + kFusedTableBytes);
-  if (!input.after_append) transfer::cuda::wait_for_previous();
-  const BlockExchange peers(args, std::int64_t{row} * args.request.kv.kv_heads + kv_head, rank,
-                            shape.blocks);
-  FusedRing ring(args, kv_head, shape, chunks,
-                 reinterpret_cast<std::byte*>(norms + kFusedWarps * kFusedUnit));
-  const FusedShare started =
-      prepare<kBits>(args, input, shape, row, kv_head, chunks, peers, ring,
-                     *reinterpret_cast<FusedTables*>(dynamic), queries, factors, true);
-  const FusedWork work(args, row, kv_head, rank, shape.blocks);
-  if (rank == 0 && threadIdx.x == 0) tell(args, work);
-  if (work.empty()) return;
-  const FusedScores scores =
-      fused_scores(args, work.group_index, kQuads).from(work.first_token, kQuads);
-  score_share<kQuads, kChunks, kBits>(args, shape, work, rank, started, ring, factors, scores,
-                                      norms, queries);
-  __syncthreads();  // the sums of all warps are there
-  const auto head = static_cast<int>(threadIdx.x / 32);
-  if (head >= group) return;
-  const FusedSum total = sum_of_block(queries, head);
-  if (threadIdx.x % 32 != 0) return;
-  args.filter.fused_sums[(work.group_index * shape.blocks + rank) * group + head] = {total.most,
-                                                                                     total.sum};
-  if (rank == 0) args.filter.fused_factors[work.group_index * kFusedHeads + head] = factors[head];
-#endif
-}
-
-// `shape.blocks` blocks per (row, KV head), which choose among the scores in memory. Dynamic shared
-// memory: keys of the block's tokens, those in question of all blocks. `parts`: blocks that have
-// scored.
-template <int kQuads>
-__global__ __launch_bounds__(kFusedThreads,
-                             2) void choose_fused(const __grid_constant__ FilterArgs args,
-                                                  const __grid_constant__ FusedShape shape,
-                                                  int parts) {
-#if defined(KVTIER_HAS_CLUSTERS)
-  extern __shared__ __align__(128) std::byte dynamic[];
-  __shared__ __align__(16) FusedShared shared;
-  const auto row = static_cast<int>(blockIdx.y);
-  const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
-  const unsigned rank = blockIdx.x % shape.blocks;
-  const int group = args.request.kv.group();
-  auto* const keys = reinterpret_cast<std::uint32_t*>(dynamic);
-  shared.bins[threadIdx.x] = 0;
-  if (threadIdx.x == 0) shared.chosen_before = 0;
-  // The kernel that scores has let this one start when all before it were done.
-  const FusedWork work(args, row, kv_head, rank, shape.blocks);
-  transfer::cuda::wait_for_previous();
-  transfer::cuda::let_next_start();
-  if (work.empty()) return;  // the whole group
-  const BlockExchange peers(args, work.group_index, rank, shape.blocks);
-  if (threadIdx.x < kMaxGroup) {
-    const auto head = static_cast<int>(threadIdx.x);
-    shared.factors[head] =
-        head < group ? args.filter.fused_factors[work.group_index * kFusedHeads + head] : 0.0F;
-  }
-  read_sums(args.filter.fused_sums + work.group_index * parts * group, parts, group, 4 * kQuads,
-            shared);
-  const FusedScores scores =
-      fused_scores(args, work.group_index, kQuads).from(work.first_token, kQuads);
-  write_keys<kQuads>(args.request.params, work, scores, shared, keys);
-  choose_best<ShareBins>(args, work, peers, keys, nullptr,
-                         *reinterpret_cast<FusedExchange*>(keys + shape.capacity), shared);
-  peers.next_epoch();
-#endif
-}
-
 using SelectKernel = void (*)(FilterArgs, FusedInput, FusedAttention, FusedShape);
-using ScoreKernel = void (*)(FilterArgs, FusedInput, FusedShape);
 
-/// Bytes of the scores of a (row, KV head) in memory.
-std::int64_t fused_row_bytes(std::int64_t max_length, int group) {
-  return fused_row_tokens(max_length) * fused_token_bytes(fused_quads(group));
-}
-
-struct FusedKernels {
-  SelectKernel select;
-  ScoreKernel score;
-  void (*choose)(FilterArgs, FusedShape, int);
-};
-
-template <int kQuads, int kChunks, int kBits>
-FusedKernels kernels_of() {
-  return {select_fused<kQuads, kChunks, kBits>, score_rows<kQuads, kChunks, kBits>,
-          choose_fused<kQuads>};
-}
-
-FusedKernels fused_kernels(const ScoreParams& params, int group) {
+SelectKernel fused_kernel(const ScoreParams& params, int group) {
   const int chunks = sign_chunks(params);
   const int bits = params.weight_bits();
   if (fused_quads(group) == 2) {
-    return bits <= 4 ? kernels_of<2, 0, 4>() : kernels_of<2, 0, 8>();
+    return bits <= 4 ? select_fused<2, 0, 4> : select_fused<2, 0, 8>;
   }
   if (chunks == 2) {
-    if (bits <= 4) return kernels_of<1, 2, 4>();
-    return bits <= 6 ? kernels_of<1, 2, 6>() : kernels_of<1, 2, 8>();
+    if (bits <= 4) return select_fused<1, 2, 4>;
+    return bits <= 6 ? select_fused<1, 2, 6> : select_fused<1, 2, 8>;
   }
-  if (bits > 4) return kernels_of<1, 0, 8>();
-  return chunks == 1 ? kernels_of<1, 1, 4>() : kernels_of<1, 0, 4>();
+  if (bits > 4) return select_fused<1, 0, 8>;
+  return chunks == 1 ? select_fused<1, 1, 4> : select_fused<1, 0, 4>;
 }
 
 /// Whether weights and sums fit the arrays and words that they are exchanged and kept in.
@@ -265,8 +159,6 @@ bool fused_weights_fit(const ScoreParams& params) {
          sign_chunks(params) <= kFusedChunks && most <= kMostSum &&
          (params.code_bits == 0 || planes % kPairs == 0);
 }
-
-int choose_bytes(int capacity) { return capacity * 4 + static_cast<int>(sizeof(FusedExchange)); }
 
 int select_bytes(const SelectionPlan& plan, int quads, int chunks) {
   return fused_scores_bytes(plan.capacity, quads) +
@@ -293,30 +185,7 @@ bool plan_one_kernel(const SelectShape& shape, const DeviceLimits& device, Selec
   return false;
 }
 
-/// The same for rows of which the scores lie in memory. Blocks may share an SM.
-bool plan_choice(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
-  const int groups = shape.kv_heads * shape.rows;
-  const auto kernel = fused_kernels(shape.params, shape.group).choose;
-  for (plan.blocks = kFusedBlocks; plan.blocks >= 1; plan.blocks /= 2) {
-    plan.capacity = tokens_of_block(shape.max_length, plan.blocks);
-    plan.bytes = choose_bytes(plan.capacity);
-    if (plan.bytes > most_bytes(device.block_bytes)) return false;
-    if (plan.blocks == 1) return true;
-    allow_shape(kernel, most_bytes());
-    int of_processor = 0;
-    KVTIER_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &of_processor, kernel, kFusedThreads, static_cast<std::size_t>(plan.bytes)));
-    if (groups * static_cast<int>(plan.blocks) <= of_processor * device.processors) return true;
-  }
-  return false;
-}
-
 }  // namespace
-
-std::int64_t most_fused_bytes(std::int64_t groups, int group, std::int64_t max_tokens) {
-  if (group > kFusedHeads) return 0;
-  return std::min(kMostInL2, groups * fused_row_bytes(max_tokens, group));
-}
 
 std::size_t mailboxes_bytes(std::int64_t groups) {
   static_assert(sizeof(Mailbox) % 256 == 0);
@@ -335,46 +204,10 @@ bool plan_fused(const SelectShape& shape, const DeviceLimits& device, SelectionP
       groups > kFusedParts) {
     return false;
   }
-  SelectionPlan found;
-  if (plan_one_kernel(shape, device, found)) {
-    found.path = SelectionPath::kFused;
-  } else if (groups * fused_row_bytes(shape.max_length, shape.group) <= kMostInL2 &&
-             plan_choice(shape, device, found)) {
-    found.path = SelectionPath::kFusedInL2;
-  } else {
-    return false;
-  }
+  SelectionPlan found{.path = SelectionPath::kFused};
+  if (!plan_one_kernel(shape, device, found)) return false;
   plan = found;
   return true;
-}
-
-void enqueue_fused_in_l2(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan) {
-  const SelectRequest& request = args.request;
-  const int groups = request.kv.kv_heads * request.rows.count;
-  const int chunks = sign_chunks(request.params);
-  const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
-  const int parts = std::clamp(std::min(processors, kFusedParts) / groups, 1,
-                               projections_of(request.params, chunks));
-  const auto bytes = [chunks](int stages) {
-    return kFusedTableBytes + fused_ring_bytes(stages, chunks);
-  };
-  const FusedInput input = fused_input(request);
-  const FusedKernels kernels = fused_kernels(request.params, request.kv.group());
-  const FusedShape choice = fused_shape(args, input, plan);
-  FusedShape shape{
-      .blocks = static_cast<unsigned>(parts), .capacity = 0, .stages = 2, .early = choice.early};
-  const int roomy = roomy_bytes(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
-  while (shape.stages < kFusedStages && bytes(shape.stages + 1) <= roomy) ++shape.stages;
-  const auto heads = static_cast<unsigned>(request.kv.kv_heads);
-  const auto rows = static_cast<unsigned>(request.rows.count);
-  allow_shape(kernels.score, most_bytes());
-  allow_shape(kernels.choose, most_bytes());
-  transfer::cuda::launch_overlapping(stream, kernels.score, dim3(heads * shape.blocks, rows),
-                                     kFusedThreads, static_cast<std::size_t>(bytes(shape.stages)),
-                                     args, input, shape);
-  transfer::cuda::launch_overlapping(stream, kernels.choose, dim3(heads * choice.blocks, rows),
-                                     kFusedThreads, static_cast<std::size_t>(plan.bytes), args,
-                                     choice, parts);
 }
 
 void enqueue_fused(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan) {
@@ -382,7 +215,7 @@ void enqueue_fused(cudaStream_t stream, const FilterArgs& args, const SelectionP
   const FusedInput input = fused_input(request);
   int bytes = plan.bytes;
   const FusedAttention attention = fused_attention(request, bytes);
-  const SelectKernel kernel = fused_kernels(request.params, request.kv.group()).select;
+  const SelectKernel kernel = fused_kernel(request.params, request.kv.group());
   allow_shape(kernel, most_bytes());
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(request.rows.count));

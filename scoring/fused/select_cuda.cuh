@@ -14,10 +14,8 @@
 /// are in question, which are compared one by one. Equal scores go to the lower token.
 ///
 /// Where the shared memory of a group of blocks holds a row, one kernel does all of it
-/// (`select_fused`, fused/select_cuda.cu). The scores of longer rows go to memory that stays in L2
-/// (`score_rows`), and a second kernel chooses (`choose_fused`). Either way the tables of the
-/// queries are made by the blocks that score, and sketches are copied to shared memory before the
-/// kernel before this one is done.
+/// (`select_fused`, fused/select_cuda.cu), the tables of the queries too, and copies sketches
+/// before the kernel before it is done.
 ///
 /// This header: who has which tokens, and what is in memory.
 namespace kvtier::scoring::cuda {
@@ -46,17 +44,13 @@ inline int __host__ __device__ fused_unit_bytes(int chunks) {
 /// Tokens of a tile: what a warp scores at once.
 inline constexpr int kFusedTile = 32;
 
-/// Scores of tokens in whole tiles, in shared or global memory. Token r * 8 + g of a tile is entry
+/// Scores of tokens in whole tiles. Token r * 8 + g of a tile is entry
 /// 4 g + r of it: a lane that has the sums of a head and four tokens writes them at once, and a
 /// thread reads those of four tokens at once.
 struct FusedScores {
   std::uint32_t* norms;  ///< `[tile][32]` of `PackedNorms`
   uint2* sums;           ///< `[tile][quad][32]`: four tokens' sums of head lane % 4
 
-  /// Those from a token on, the first of a unit.
-  [[nodiscard]] __device__ FusedScores from(int token, int quads) const {
-    return {norms + token, sums + std::int64_t{token} * quads};
-  }
   __device__ static unsigned entry_of(unsigned token) {
     return token / kFusedTile * kFusedTile + token % 8 * 4 + token / 8 % 4;
   }
@@ -70,18 +64,6 @@ inline int __host__ __device__ fused_token_bytes(int quads) { return 4 + 8 * qua
 
 /// Heads of a group in quads of four.
 inline int __host__ __device__ fused_quads(int group) { return group <= 4 ? 1 : 2; }
-
-/// Tokens of a (row, KV head) in memory.
-inline std::int64_t __host__ __device__ fused_row_tokens(std::int64_t max_tokens) {
-  return (max_tokens + kFusedUnit - 1) / kFusedUnit * kFusedUnit;
-}
-__device__ inline FusedScores fused_scores(const FilterArgs& args, std::int64_t group_index,
-                                           int quads) {
-  const std::int64_t tokens = fused_row_tokens(args.request.max_length);
-  auto* norms = reinterpret_cast<std::uint32_t*>(args.filter.fused_scores +
-                                                 group_index * tokens * fused_token_bytes(quads));
-  return {norms, reinterpret_cast<uint2*>(norms + tokens)};
-}
 
 /// What a launch is told beside the request.
 struct FusedShape {

@@ -38,7 +38,7 @@ SelectionPlan plan_selection(const SelectShape& shape, const DeviceLimits& devic
   const bool counts = params.threshold == 0.0F;
   if (may_exchange && plan_fused(shape, device, plan)) {
     plan.reads_queries = plan.k_known = true;
-    plan.attends = plan.path == SelectionPath::kFused && may_attend(shape);
+    plan.attends = may_attend(shape);
   } else if (may_exchange && stream_serves(shape)) {
     plan_stream(shape, device, plan);
     plan.k_known = counts;
@@ -77,8 +77,6 @@ void enqueue_path(const Stage& stage, const SelectionPlan& plan,
   switch (plan.path) {
     case SelectionPath::kFused:
       return enqueue_fused(stage.stream, args, plan);
-    case SelectionPath::kFusedInL2:
-      return enqueue_fused_in_l2(stage.stream, args, plan);
     case SelectionPath::kStream:
       return enqueue_stream(stage.stream, args, plan);
     case SelectionPath::kSoft:

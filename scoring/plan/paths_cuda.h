@@ -62,9 +62,6 @@ struct FilterArgs;
 /// Shared memory, in bytes, that the stages' tables need.
 [[nodiscard]] int sample_bytes(const ScoreParams& params, int group);
 [[nodiscard]] int collision_pass_bytes(const ScoreParams& params, int group);
-/// Bytes for the scores of rows that are chosen from on chip, what limits allow; 0: there are none.
-[[nodiscard]] std::int64_t most_fused_bytes(std::int64_t groups, int group,
-                                            std::int64_t max_tokens);
 /// Bytes of what blocks exchange (fused/block_exchange_cuda.cuh), of all (row, KV head) pairs.
 [[nodiscard]] std::size_t mailboxes_bytes(std::int64_t groups);
 /// Words that the blocks of a selection which attends tell one another of their parts, of groups
@@ -114,12 +111,11 @@ struct FilterArgs {
   return shape.params.selection == Selection::kPerKvHead || shape.group == 1;
 }
 
-/// Norm-aware sets per KV head of which all scores fit in shared memory, or in L2: all of it in one
-/// kernel, or two (fused/select_cuda.cuh). Writes the plan and returns true if it serves a shape.
+/// Norm-aware sets per KV head of which all scores fit in shared memory, in one kernel
+/// (fused/select_cuda.cuh). Writes the plan and returns true if it serves a shape.
 [[nodiscard]] bool plan_fused(const SelectShape& shape, const DeviceLimits& device,
                               SelectionPlan& plan);
 void enqueue_fused(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan);
-void enqueue_fused_in_l2(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan);
 /// The same for soft collisions of which all values fit on chip, in one kernel
 /// (soft/smem_cuda.cu).
 [[nodiscard]] bool plan_soft(const SelectShape& shape, const DeviceLimits& device,

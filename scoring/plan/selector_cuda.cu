@@ -210,9 +210,6 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   // Masses of bins, 8 bytes each, are in the slots: a call has one or the other.
   place(filter.slots, std::max(groups * limits.max_tokens, sets * kRadixBins * 2));
   scratch.masses = reinterpret_cast<std::uint64_t*>(filter.slots);
-  filter.fused_bytes = most_fused_bytes(groups, group, limits.max_tokens);
-  place(filter.fused_scores, filter.fused_bytes);
-  place(filter.fused_factors, groups * kMaxGroup);
   place(filter.fused_sums, std::max<std::int64_t>(groups, kFusedParts) * group);
   place_bytes(filter.stream_groups, static_cast<std::size_t>(groups * stream_group_bytes()));
   place(filter.stream_sums, (groups + kMostStreamBlocks) * kMaxGroup);

@@ -64,12 +64,9 @@ struct FilterScratch {
   float* partials;        // [rows][kv_heads][segments][group] sums of shares
   SampleRest* others;     // [rows][query_heads][blocks of a sample]
   std::uint32_t* slots;   // [rows][kv_heads][max_tokens] slots of more candidates than fit on chip
-  std::byte* fused_scores;  // of rows that are chosen from on chip (fused/select_cuda.cuh)
-  std::int64_t fused_bytes;
-  Mailbox* mailboxes;          // [rows][kv_heads], zero at first (fused/block_exchange_cuda.cuh)
+  Mailbox* mailboxes;     // [rows][kv_heads], zero at first (fused/block_exchange_cuda.cuh)
   std::uint64_t* fused_parts;  // [rows][kv_heads][blocks][words of a part], zero at first
   std::uint64_t* fused_ids;    // [rows][kv_heads][max_selected][2], zero at first
-  float* fused_factors;        // [rows][kv_heads][heads of a group] what turns sums into logits
   float2* fused_sums;  // [rows][kv_heads][parts][group] parts of normalisers, as maximum and sum
   // Of a selection by a stream of keys (stream/stream_cuda.cuh):
   std::uint16_t* stream_keys;  // [rows][kv_heads][max_tokens], in memory of `token_mask`
