@@ -110,7 +110,7 @@ __device__ void count_found(const AttendRequest& request, const Workspace& works
   const unsigned found = cuda::warp_sum(in_pages);
   if (threadIdx.x % 32 == 0) {
     atomicAdd(&counts.in_pages, static_cast<unsigned long long>(found));
-    __threadfence();  // the additions are seen by whoever sees this block done
+    __threadfence();  // the additions are seen by the block that sees this one done
   }
   __syncthreads();  // all warps have added
   if (threadIdx.x != 0) return;
@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
         transfer::cuda::release_to_copies();
         __syncthreads();  // all threads have written, and read the tiles' memory
         if (threadIdx.x == 0) {
-          __threadfence();  // this part is seen by whoever sees the ticket
+          __threadfence();  // this part is seen by the block that sees the ticket
           merges = atomicAdd(ticket, 1U) + 1 == static_cast<unsigned>(count);
           if (merges) *ticket = 0;
           __threadfence();
@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     next.first_tile = set.first_tile + set.tiles();
     set = next;
     transfer::cuda::release_to_copies();
-    __syncthreads();  // nobody uses the tiles' memory, the states or the flag any more
+    __syncthreads();  // no thread uses the tiles' memory, the states or the flag any more
   }
   if (placed) {
     transfer::cuda::wait_for_previous();

@@ -206,7 +206,7 @@ struct WarpAttention {
       low[nt][0] = transfer::cuda::transpose_matrix(p0.low);
       low[nt][1] = transfer::cuda::transpose_matrix(p1.low);
     }
-    // Matrices of a fragment: rows 0-7 and coordinates 0-7, then 8-15, then rows 8-15 likewise.
+    // Matrices of a fragment: rows 0-7 and coordinates 0-7, then 8-15, then the same of rows 8-15.
     const unsigned values =
         base + static_cast<unsigned>((lane % 8 + lane / 16 * 8) * Layout::kPitch + 2 * D +
                                      lane / 8 % 2 * 16);

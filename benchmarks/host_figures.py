@@ -55,7 +55,7 @@ def service(_):
                     f"{number(row['baseline_p50_us'])} us", times(row["times"]))
         if what == "lookup_timing":
             marks = ("0.55 at most", "") if row["by"] == "another tenant" else ("", "")
-            return (f"lookup of hashes that {row['by']} has stored: AUC of its time against that of hashes which nobody has", *marks,
+            return (f"lookup of hashes that {row['by']} has stored: AUC of its time against that of hashes which no tenant has", *marks,
                     f"{row['p50_us']:.2f} us", f"{row['baseline_p50_us']:.2f} us",
                     f"{row['auc']:.3f} ({row['auc_least']:.3f} to {row['auc_most']:.3f})")
         if what == "wakeup_by_eventfd_over_frame":

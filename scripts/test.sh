@@ -25,7 +25,7 @@ scripts/check.sh
 say "building preset $preset"
 mapfile -t options < <(strict_options)
 options+=(-DKVTIER_UNITY=ON)  # on a fresh machine less to compile
-if [[ ${CI:-} == true ]]; then options+=(-DKVTIER_QUICK=ON); fi  # nobody will use these programs
+if [[ ${CI:-} == true ]]; then options+=(-DKVTIER_QUICK=ON); fi  # no user gets these programs
 cmake --preset "$preset" "${options[@]}"
 cmake --build "build/$preset" --parallel "$(num_jobs)"
 

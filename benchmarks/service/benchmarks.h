@@ -31,7 +31,7 @@ struct Settings {
 [[nodiscard]] nlohmann::json decode_rows(const ServerProcess& server, const Settings& settings);
 
 /// How well the time of a lookup separates hashes that another tenant has stored from hashes that
-/// nobody has, and, to show that the probe works, the same of the tenant's own.
+/// no tenant has, and, to show that the probe works, the same of the tenant's own.
 [[nodiscard]] nlohmann::json isolation_rows(const ServerProcess& server, const Settings& settings);
 
 /// Round trips of two processes that wake each other by a frame on a socket, and by an eventfd with

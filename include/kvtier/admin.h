@@ -97,7 +97,7 @@ class AdminClient {
   /// `kNotFound` for a tenant that is none, `kInvalidArgument` below 0.
   TenantStatus set_quota(std::string_view tenant, std::int64_t max_sessions,
                          std::int64_t max_kv_bytes);
-  /// Deletes the pages of a tenant in the page cache that nobody has pinned, nor used since the
+  /// Deletes the pages of a tenant in the page cache that no lease has pinned, nor used since the
   /// call began. Its sessions and leases stay. Returns what the last attempt has deleted, where the
   /// reply of one before was lost. Throws `kNotFound` for a tenant that is none.
   EvictedPages evict_tenant(std::string_view tenant);

@@ -234,7 +234,7 @@ class RemoteSession {
   /// (`kUnimplemented`).
   void attend(int layer, const AttendInputs& inputs, const AttendOutputs& outputs,
               const AttendOptions& options = {});
-  /// Likewise. A step whose reply was lost is asked for again, never stored twice.
+  /// The same. A step whose reply was lost is asked for again, never stored twice.
   void decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs,
               const AttendOptions& options = {});
   /// As `Session::fetch`, in pieces; those before one that fails have been written.

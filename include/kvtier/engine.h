@@ -122,7 +122,7 @@ struct SessionConfig {
   /// Else `open` throws `kResourceExhausted` with what it takes and what is left.
   bool whole = false;
   /// Whose quota (`Engine::set_quota`) the session's pages count against as well, and those of
-  /// sessions that it is forked to; empty: nobody's.
+  /// sessions that it is forked to; empty: of no tenant.
   std::string_view tenant{};
 };
 

@@ -26,7 +26,7 @@ struct Stats {
     /// Of `queries`: those of sparse layers that attended to all tokens (`dense_when_faster`).
     std::uint64_t dense_queries = 0;
     std::uint64_t rows_selected = 0;  ///< Rows chosen by score, per (query token, KV head, layer).
-    std::uint64_t rows_attended = 0;  ///< Rows chosen plus sink, window and dense rows, likewise.
+    std::uint64_t rows_attended = 0;  ///< Rows chosen plus sink, window and dense rows, too.
     std::uint64_t bytes_host_to_device = 0;  ///< Rows read from host pages by steps and prefetches.
     std::uint64_t bytes_device_to_host = 0;  ///< Rows written to host pages by appends.
     std::uint64_t bytes_device_resident = 0;   ///< Rows attended out of device memory.

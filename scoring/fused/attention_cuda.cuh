@@ -311,7 +311,7 @@ __device__ inline void merge_share(const attention::OutputItem& item, int group,
 }
 
 /// Attends to the always-attended tokens of a group and those that its blocks have chosen. All
-/// threads; begins with a barrier, after which nobody may use `memory` for anything else.
+/// threads; begins with a barrier, after which `memory` may not be used for anything else.
 template <typename T>
 __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
                               const FusedAttention& attention, const BlockExchange& peers,

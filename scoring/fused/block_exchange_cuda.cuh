@@ -7,11 +7,11 @@
 /// How the blocks of a (row, KV head) exchange words: through memory, so that they may lie
 /// anywhere on the device, which has room for fewer clusters than it has for blocks.
 ///
-/// A word travels with a tag, so that whoever polls it needs no flag and no fence. Tags differ from
-/// launch to launch and from stage to stage: nothing is cleared, and what an earlier launch has
-/// left is not taken for a new word. The device starts blocks in the order of their numbers, and
-/// the blocks of a group are neighbours: of a launch at most one group waits for blocks that have
-/// not started.
+/// A word travels with a tag, so that a block that polls it needs no flag and no fence. Tags differ
+/// from launch to launch and from stage to stage: nothing is cleared, and what an earlier launch
+/// has left is not taken for a new word. The device starts blocks in the order of their numbers,
+/// and the blocks of a group are neighbours: of a launch at most one group waits for blocks that
+/// have not started.
 namespace kvtier::scoring::cuda {
 
 /// A word of another block: the value, and above it the tag.

@@ -353,7 +353,7 @@ __device__ inline void exchange_sums(const FusedQueries& queries, const BlockExc
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32;
   static_assert(kFusedWarps >= kMaxGroup && kFusedBlocks <= 32);
-  __syncthreads();  // the sums of all warps are there, and nobody uses the ring any more
+  __syncthreads();  // the sums of all warps are there, and no warp uses the ring any more
   if (head < group) {
     FusedSum total = sum_of_block(queries, head);
     auto& sums = peers.box.sums;

@@ -45,7 +45,7 @@ using transfer::cuda::kPiece;
 /// The group's queries on their way to shared memory, a piece per thread.
 class FusedHeads {
  public:
-  /// Starts to read them; nobody may write them any more, or read `input.queries`.
+  /// Starts to read them; no kernel may write them any more, or read `input.queries`.
   __device__ FusedHeads(const FilterArgs& args, const FusedInput& input, int row, int kv_head)
       : input_(input),
         row_(row),
@@ -59,8 +59,8 @@ class FusedHeads {
       raw_ = transfer::cuda::load_piece(source_, piece());
     }
   }
-  /// A barrier must follow. One block of the group writes them to memory too, and tells of NaN or
-  /// infinity if nobody has told of the row.
+  /// A barrier must follow. One block of the group writes them to memory too, and counts NaN or
+  /// infinity unless the row has been counted.
   __device__ void store(FusedTables& tables, const FilterArgs& args,
                         const BlockExchange& peers) const {
     if (source_.data == nullptr) return;
@@ -274,7 +274,7 @@ __device__ inline void fetch_weights(const FilterArgs& args, int chunks, const B
     const float largest = thread < group ? __uint_as_float(tables.largest[thread]) : 0.0F;
     factors[thread] = weight_factor(params, largest, levels);
   }
-  __syncthreads();  // columns and factors are there, and nobody needs the projections any more
+  __syncthreads();  // columns and factors are there, and no thread needs the projections any more
 }
 
 #endif

@@ -40,7 +40,7 @@ __device__ Moments* moments_of(const RecallArgs& args, std::int64_t head) {
   return reinterpret_cast<Moments*>(args.scratch.ties + head * args.scratch.segments);
 }
 
-// Likewise.
+// The same.
 __device__ void merge_warp(Moments& moments) {
   for (int offset = 16; offset > 0; offset /= 2) {
     Moments other;

@@ -85,7 +85,7 @@ struct Scratch {
   SetState* states;          // [rows][query_heads]
   std::uint32_t* histogram;  // [rows][query_heads][kRadixBins], zero between launches
   std::uint32_t* ties;       // [rows][query_heads][segments] counts, then counts before the segment
-  std::uint32_t* chosen;     // [rows][kv_heads][segments] likewise
+  std::uint32_t* chosen;     // [rows][kv_heads][segments], the same
   float2* partials;          // [rows][query_heads][tiles] max and sum of a `LogSum`
   float* normalisers;        // [rows][query_heads] log-sum-exp, or sum of collisions
   HeadEstimate* estimates;   // [rows][query_heads]

@@ -258,7 +258,7 @@ struct SetSearch {
         open = open || shared.windows[set].state == SetWindow::kSearch;
       }
       if (!open) return;
-      cluster_sync();  // nobody reads the counts of the round before
+      cluster_sync();  // no block reads the counts of the round before
       for_tokens<false>([&](int, const std::uint32_t(&of)[kSets]) {
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {

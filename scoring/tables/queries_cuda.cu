@@ -387,7 +387,7 @@ __device__ void write_scalars(const QueryArgs& args, const Part& part, int turn,
 ///
 /// Without `after_append` nothing is touched before the wait. With it, the kernel before is the
 /// append, which starts this one only when all work before the append is done: the caller's queries
-/// are there, and nobody reads `queries`, `entries` and `scalars` of the last step any more. The
+/// are there, and no kernel reads `queries`, `entries` and `scalars` of the last step any more. The
 /// append touches none of these, so the wait for it may come last.
 template <int kHeads>
 __global__ void __launch_bounds__(kThreads)
@@ -423,7 +423,7 @@ __global__ void __launch_bounds__(kThreads)
     part.heads = min(args.query_heads - part.head, kHeads);
     const int nonfinite = read_heads(args, part, rank, shared);
     transfer::cuda::copy_async_wait<0>();
-    // The heads and the planes are there, and nobody reads those of the last turn.
+    // The heads and the planes are there, and no thread reads those of the last pass.
     if (__syncthreads_or(nonfinite) != 0 && threadIdx.x == 0) {
       transfer::cuda::raise_nonfinite(args.items[part.row]);
     }

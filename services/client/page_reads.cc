@@ -21,7 +21,7 @@ struct Copying {
   bool verify;
 };
 
-/// Returns whether the bytes that were copied are those of the checksum, or nobody asked.
+/// Returns whether the bytes that were copied are those of the checksum, or `verify` is false.
 bool copy(std::span<std::byte> to, std::span<const std::byte> from, std::uint32_t crc,
           Copying how) {
   if (how.past_cache) return crc32c_copy(to, from) == crc || !how.verify;

@@ -10,7 +10,7 @@
 namespace kvtier::transfer::cuda {
 
 /// Throws `kInternal` with the call and CUDA's words when `status` is an error, which is also taken
-/// out of the runtime's per-thread record, so that nobody else meets it.
+/// out of the runtime's per-thread record, so that no later check meets it.
 inline void check(cudaError_t status, const char* call) {
   if (status == cudaSuccess) return;
   static_cast<void>(cudaGetLastError());

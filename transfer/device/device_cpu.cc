@@ -167,7 +167,7 @@ class CpuStream final : public Stream {
   [[nodiscard]] bool capturing() const override { return false; }
 
  private:
-  /// Order is kept also after an error: whoever waits for an event must not wait for ever.
+  /// Order is kept also after an error: a wait for an event must end.
   enum class Kind : std::uint8_t { kWork, kOrder };
   struct Slot {
     Task task;

@@ -34,7 +34,7 @@ KVTIER_HOST_DEVICE Check* check_in_page(const KvGeometry& geometry, Byte* page, 
 }
 
 /// Copies on the device of the checks in the frames of a pool, for CUDA: over the link a check
-/// takes as long as 128 bytes of a row (H200). Whoever copies to a frame copies the checks too
+/// takes as long as 128 bytes of a row (H200). A copy to a frame copies the checks too
 /// (`load_frame_checks`).
 struct FrameChecks {
   const std::byte* frames = nullptr;  ///< The first frame; others follow, `page_bytes` apart.

@@ -17,7 +17,7 @@ bool convert_to_float(const void* in, DType in_dtype, float* out, std::int64_t n
 
 /// Returns whether one of `n` elements is NaN or infinite.
 [[nodiscard]] bool any_nonfinite(const void* in, DType dtype, std::int64_t n);
-/// Likewise, as `storage` has them after rounding.
+/// The same, as `storage` has them after rounding.
 [[nodiscard]] bool any_unstorable(const void* in, DType dtype, DType storage, std::int64_t n);
 
 }  // namespace kvtier::transfer::cpu

@@ -20,8 +20,8 @@ using cuda::PlainRows;
 using cuda::WarpSet;
 
 constexpr unsigned kWarp = 32;
-/// Warps of a block that have a set each, and one more that counts: whoever waits for the counters
-/// of other blocks would also wait for the rows that it has asked for.
+/// Warps of a block that have a set each, and one more that counts: a warp that waits for the
+/// counters of other blocks would also wait for the rows that it has asked for.
 constexpr unsigned kWarps = 8;
 constexpr unsigned kThreads = (kWarps + 1) * kWarp;
 constexpr unsigned kForgetThreads = 256;
@@ -97,7 +97,7 @@ __device__ int read_tile(const std::int32_t* ids, const std::uint16_t* masks, in
     found[j] = __ballot_sync(kAllLanes, owner[j] >= 0);
     mine += __popc(found[j]);
   }
-  __syncthreads();  // nobody reads the tile before any more
+  __syncthreads();  // no warp reads the tile before any more
   if (lane == 0) tile.warp_rows[warp] = mine;
   __syncthreads();  // the counts of all warps are there
   int at = 0;
@@ -368,7 +368,7 @@ __device__ void add_sums(const RowCacheGather& gather, const unsigned (&sums)[kS
   for (int i = 0; i < kSums; ++i) {
     if (sums[i] != 0) atomicAdd(all[i], static_cast<unsigned long long>(sums[i]));
   }
-  __threadfence();  // the additions are seen by whoever sees this block done
+  __threadfence();  // the additions are seen by the block that sees this one done
   if (atomicAdd(&totals.blocks_done, 1U) + 1 != gridDim.x * gridDim.y * gridDim.z) return;
   __threadfence();
   StepFlags& flags = *gather.flags;

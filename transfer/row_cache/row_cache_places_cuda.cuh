@@ -64,7 +64,7 @@ __device__ inline void tell_places(const KvGeometry& geometry, const RowCacheGat
   const int lane = static_cast<int>(threadIdx.x % 32);
   int last = 0;
   if (lane == 0) {
-    __threadfence();  // what this block has found is seen by whoever sees its ticket
+    __threadfence();  // what this block has found is seen by the block that sees its ticket
     std::uint32_t* const ticket = places.tickets + sequence * geometry.kv_heads + head;
     last = atomicAdd(ticket, 1U) + 1 == gridDim.x ? 1 : 0;
     if (last != 0) *ticket = 0;
@@ -80,7 +80,7 @@ __device__ inline void tell_places(const KvGeometry& geometry, const RowCacheGat
     const auto count =
         static_cast<int>(min(std::int64_t{selection.counts[number]}, selection.staged_capacity));
     const int found = order_places(places.unordered + first, places.places + first, count);
-    __threadfence();  // the places are seen by whoever sees that they are known
+    __threadfence();  // the places are seen by the block that sees that they are known
     __syncwarp();
     if (lane != 0) continue;
     PlacedList& list = places.lists[number];

@@ -26,7 +26,7 @@ struct FileTier::State {
   void retire();
   /// Takes a page out of the index, if it is still at that place.
   bool forget(const PageKey& key, const PagePlace& place);
-  /// Starts to overwrite a record as dead, with a tag or for nobody. Returns false when no slot is
+  /// Starts to overwrite a record as dead, with a tag or without. Returns false when no slot is
   /// free: a restart then finds the record again, and again what is wrong with it.
   static bool bury(IoChannel& channel, const PageKey& key, const PagePlace& place,
                    std::uint32_t tag = IoChannel::kForgotten);

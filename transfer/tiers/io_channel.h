@@ -20,7 +20,7 @@ class IoChannel {
  public:
   using Deadline = std::chrono::steady_clock::time_point;
   enum class Kind : std::uint8_t { kRead, kWrite, kSync };
-  /// Tag of a transfer that nobody waits for, detached or of an earlier call.
+  /// Tag of a transfer that no call waits for, detached or of an earlier call.
   static constexpr std::uint32_t kForgotten = 0xFFFFFFFF;
   struct Done {
     std::uint32_t tag = 0;
@@ -56,7 +56,7 @@ class IoChannel {
     std::uint64_t offset = 0;
     std::size_t size = 0;
     std::size_t done = 0;
-    std::uint64_t call = 0;  // 0: nobody waits
+    std::uint64_t call = 0;  // 0: none waits
     std::uint32_t tag = 0;
     std::size_t slot = 0;
   };

@@ -19,7 +19,7 @@ struct PagePlace {
 };
 
 /// Which pages there are and in which segment; which segment goes next. In memory only, not
-/// thread-safe. A victim is a segment without live pages, or else the first that nobody has read
+/// thread-safe. A victim is a segment without live pages, or else the first that no get has read
 /// since the hand of the clock passed it; its live pages are dropped, not moved.
 class PageIndex {
  public:

@@ -101,7 +101,7 @@ class RedisSocket {
       }
       parse(replies);
     }
-    if (replies.size() > num_commands) throw RemoteFailure("an answer that nobody asked for");
+    if (replies.size() > num_commands) throw RemoteFailure("an answer without a command");
     commands_.clear();
     return replies;
   }

@@ -34,7 +34,7 @@ struct Job {
   RemoteVerb verb = RemoteVerb::kProbe;
   std::vector<RemoteOp> ops;
   Deadline deadline;
-  std::shared_ptr<Gathering> gathering;  ///< Null: nobody waits.
+  std::shared_ptr<Gathering> gathering;  ///< Null: no call waits.
   bool done = false;
 
   void finish() {

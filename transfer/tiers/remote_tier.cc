@@ -152,7 +152,7 @@ TierStatus RemoteTier::open(const TierGet& page, std::span<const RemoteOp> ops,
       if (index > 0) corrupt.push_back({.name = ops[index].name});
       return TierStatus::kCorrupt;
     }
-    // A part that is missing says more than one that nobody answered for.
+    // A part that is missing says more than one without an answer.
     if (status == TierStatus::kMiss || worst == TierStatus::kOk) worst = status;
   }
   return worst;

@@ -226,7 +226,7 @@ TierStatus PageSealer::open(const PagePart& part, std::span<const std::byte> sea
     generation = found;
     return TierStatus::kOk;
   }
-  // Another put's, or another geometry's, or nobody's: the tag tells.
+  // Another put's, or another geometry's, or of no put: the tag says so.
   std::vector<std::byte> scratch(sealed.size() - kOverhead);
   const bool same_part = std::equal(header.begin(), header.begin() + 8, raw(sealed));
   return same_part && keys_->authentic(part.page, part.index, sealed, scratch)

@@ -44,7 +44,7 @@ struct PagePart {
 /// one page draw the same 128 bits: after 2^48 puts of the same page with a probability below
 /// 2^-32. There is no bound on the number of pages.
 ///
-/// What it does not prevent: whoever may write to the server can put back an older value of the
+/// What it does not prevent: a writer to the server can put back an older value of the
 /// same page, which has the same contents, or remove it. Thread-safe.
 class PageSealer {
  public:

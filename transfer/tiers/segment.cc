@@ -88,7 +88,7 @@ void SegmentFolder::take_lock() {
     owner.resize(count > 0 ? static_cast<std::size_t>(count) : 0);
     ::close(lock_);
     fail(ErrorCode::kFailedPrecondition, folder_,
-         "expected a folder that nobody uses, found it locked by process " + owner);
+         "expected a folder that no process uses, found it locked by process " + owner);
   }
   const std::string self = std::to_string(::getpid());
   if (::ftruncate(lock_, 0) != 0 ||

@@ -11,8 +11,8 @@
 
 namespace kvtier::tiers {
 
-/// An open segment file. Whoever reads or writes it holds it: one that is unlinked meanwhile stays
-/// readable until the last has let go.
+/// An open segment file. A thread that reads or writes it holds it: one that is unlinked meanwhile
+/// stays readable until the last has let go.
 struct Segment {
   Segment(FileOps& file_ops, std::filesystem::path file_path, int descriptor)
       : ops(file_ops), path(std::move(file_path)), fd(descriptor) {}
@@ -25,7 +25,7 @@ struct Segment {
   int fd;
   SegmentHeader header;
 
-  // Guarded by whoever appends.
+  // Guarded by the thread that appends.
   std::uint64_t end = kBlockBytes;          ///< Where the next record goes.
   std::uint64_t durable_end = kBlockBytes;  ///< Before it all is on the disk.
   bool doubtful = false;                    ///< A write failed: `durable_end` moves no more.

@@ -16,7 +16,7 @@ using Block = std::span<std::byte, kBlockBytes>;
 using ConstBlock = std::span<const std::byte, kBlockBytes>;
 
 /// The first block of a segment file. `nonce` is random and repeated in every record, so that the
-/// bytes of a page never pass for a record, whoever chose them.
+/// bytes of a page never pass for a record.
 struct SegmentHeader {
   std::uint64_t generation = 0;  ///< Of two records with one key that of the later segment counts.
   std::uint64_t nonce = 0;

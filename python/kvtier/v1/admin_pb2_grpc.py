@@ -101,7 +101,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EvictTenant(self, request, context):
-        """Deletes the pages of a tenant in the page cache that nobody has pinned, nor used since the call
+        """Deletes the pages of a tenant in the page cache that no lease has pinned, nor used since the call
         began. Its sessions and leases stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

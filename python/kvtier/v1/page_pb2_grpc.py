@@ -9,7 +9,7 @@ class PageServiceStub(object):
     """Pages of keys and values that engines with a cache of their own leave with the server: an engine
     reserves pages, writes them (TransferService, or shared memory), commits them, and later finds
     the longest prefix of a prompt that is stored. A committed page never changes; it may be evicted
-    when nobody has pinned it, the longest unused first. Nothing is shared between tenants.
+    when no lease has pinned it, the longest unused first. Nothing is shared between tenants.
 
     Batches answer item by item. A page that is not stored any more is NOT_FOUND with reason
     PAGE_GONE: a miss.
@@ -77,7 +77,7 @@ class PageServiceServicer(object):
     """Pages of keys and values that engines with a cache of their own leave with the server: an engine
     reserves pages, writes them (TransferService, or shared memory), commits them, and later finds
     the longest prefix of a prompt that is stored. A committed page never changes; it may be evicted
-    when nobody has pinned it, the longest unused first. Nothing is shared between tenants.
+    when no lease has pinned it, the longest unused first. Nothing is shared between tenants.
 
     Batches answer item by item. A page that is not stored any more is NOT_FOUND with reason
     PAGE_GONE: a miss.
@@ -217,7 +217,7 @@ class PageService(object):
     """Pages of keys and values that engines with a cache of their own leave with the server: an engine
     reserves pages, writes them (TransferService, or shared memory), commits them, and later finds
     the longest prefix of a prompt that is stored. A committed page never changes; it may be evicted
-    when nobody has pinned it, the longest unused first. Nothing is shared between tenants.
+    when no lease has pinned it, the longest unused first. Nothing is shared between tenants.
 
     Batches answer item by item. A page that is not stored any more is NOT_FOUND with reason
     PAGE_GONE: a miss.
