@@ -173,7 +173,7 @@ class StreamQueryMaker {
   std::byte* planes_ = nullptr;
 };
 
-/// Writes the queries of rows as fp32 where they are wanted, and tells of rows with NaN or
+/// Writes the queries of rows as fp32 where they are wanted, and counts rows with NaN or
 /// infinity. The last blocks of the launch have a row each. All threads.
 __device__ inline void pack_rows(const FilterArgs& args, const FusedInput& input) {
   if (input.queries == nullptr) return;

@@ -30,7 +30,7 @@ using Milliseconds = std::chrono::milliseconds;
 /// The worker there is.
 struct Worker {
   pid_t pid = -1;        ///< -1: none.
-  Descriptor signals{};  ///< What it is told, a byte each.
+  Descriptor signals{};  ///< Commands to it, a byte each.
   Clock::time_point since{};
 };
 
