@@ -31,8 +31,8 @@ inline sockaddr_un unix_address(const std::string& path) {
   return address;
 }
 
-/// Returns a TCP port that nobody listens on. The system gives none of these to connections, and
-/// other processes begin elsewhere: it stays free until a server takes it.
+/// Returns a TCP port that no process listens on. The system gives none of these to connections,
+/// and other processes begin elsewhere: it stays free until a server takes it.
 inline int free_port() {
   for (int port = 20'000 + ::getpid() % 10'000;; ++port) {
     const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
