@@ -18,18 +18,19 @@ using transfer::Stream;
 [[maybe_unused]] bool valid(const FlashDecodeLimits& limits, const AttendRequest& request,
                             const transfer::SelectionView& selection, std::int64_t max_selected,
                             const OutputBatch& outputs) {
-  return request.rows.count >= 0 && request.rows.count <= limits.rows &&
+  return request.query_batch.count >= 0 && request.query_batch.count <= limits.num_queries &&
          request.kv.query_heads <= limits.query_heads && request.kv.head_dim <= limits.head_dim &&
          request.kv.kv_heads >= 1 && request.kv.query_heads % request.kv.kv_heads == 0 &&
-         std::all_of(&request.rows[0], &request.rows[0] + request.rows.count,
-                     [&](const transfer::QueryRow& row) {
-                       return row.sequence >= 0 && row.sequence < request.sequences.count;
+         std::all_of(&request.query_batch[0], &request.query_batch[0] + request.query_batch.count,
+                     [&](const transfer::QueryToken& query) {
+                       return query.sequence >= 0 && query.sequence < request.sequences.count;
                      }) &&
          (selection.ids == nullptr || (max_selected >= 0 && max_selected <= selection.capacity)) &&
-         outputs.count == request.rows.count;
+         outputs.count == request.query_batch.count;
 }
 
-/// Upper bound of the always-attended tokens of any row, from values fixed when a step is captured.
+/// Upper bound of the always-attended tokens of any query, from values fixed when a step is
+/// captured.
 std::int64_t max_span_tokens(const AttendRequest& request) {
   const transfer::SpanRule& rule = request.rule;
   if (rule.mode == LayerMode::kDense) return request.max_length;
@@ -37,8 +38,8 @@ std::int64_t max_span_tokens(const AttendRequest& request) {
     return std::min(rule.window_tokens, request.max_length);
   }
   std::int64_t dense_from = std::numeric_limits<std::int64_t>::max();
-  for (int r = 0; r < request.rows.count; ++r) {
-    dense_from = std::min(dense_from, request.rows[r].dense_from);
+  for (int r = 0; r < request.query_batch.count; ++r) {
+    dense_from = std::min(dense_from, request.query_batch[r].dense_from);
   }
   const std::int64_t dense =
       request.max_length - std::min(std::max<std::int64_t>(dense_from, 0), request.max_length);
@@ -68,7 +69,7 @@ void FlashDecode::attend(Stream& stream, const AttendRequest& request,
                          const transfer::SelectionView& selection, std::int64_t max_selected,
                          const OutputBatch& outputs) {
   assert(valid(limits_, request, selection, max_selected, outputs));
-  if (request.rows.count == 0) return;
+  if (request.query_batch.count == 0) return;
   std::byte* const memory = memory_.data();
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
@@ -87,7 +88,7 @@ void FlashDecode::attend_in_parts(const AttendRequest& request,
                                   RowSource& source) {
   assert(valid(limits_, request, selection, max_selected, outputs));
   assert(selection.staged_capacity == 0);
-  if (request.rows.count == 0) return;
+  if (request.query_batch.count == 0) return;
   cpu::attend(request, selection, limits_, memory_.data(), max_span_tokens(request), max_selected,
               outputs, &source);
 }

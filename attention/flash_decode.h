@@ -12,7 +12,7 @@
 
 namespace kvtier::attention {
 
-/// Where the results of one query row go.
+/// Where the results of one query go.
 struct OutputItem {
   void* out = nullptr;  ///< `[query_heads, head_dim]`, last stride 1.
   DType dtype = DType::kFloat32;
@@ -35,16 +35,16 @@ struct AttendRequest {
   transfer::KvGeometry kv;
   transfer::SpanRule rule;
   transfer::SequenceBatch sequences;
-  transfer::QueryBatch rows;
-  const float* queries = nullptr;  ///< fp32 `[rows, query_heads, head_dim]`.
+  transfer::QueryBatch query_batch;
+  const float* queries = nullptr;  ///< fp32 `[queries, query_heads, head_dim]`.
   float softmax_scale = 0.0F;
   float logit_softcap = 0.0F;
   std::int64_t max_length = 0;  ///< Upper bound of the lengths.
   transfer::StepFlags* flags = nullptr;
   bool pages_on_device = false;  ///< On which link rows read in place are counted.
-  /// Whether every count of the selection is `num_to_select` of its row, and the kernel before this
-  /// one lets it start only after its own wait (transfer/device/launch_cuda.cuh): which rows there
-  /// are is then found out before the selection is there.
+  /// Whether every count of the selection is `num_to_select` of its query, and the kernel before
+  /// this one lets it start only after its own wait (transfer/device/launch_cuda.cuh): which rows
+  /// there are is then found out before the selection is there.
   bool k_known = false;
   int top_k = 0;  ///< Of `num_to_select`.
   double sparsity = 0.0;
@@ -68,7 +68,7 @@ class RowSource {
 };
 
 struct FlashDecodeLimits {
-  int rows = 1;
+  int num_queries = 1;
   int query_heads = 1;
   int head_dim = 128;
 };

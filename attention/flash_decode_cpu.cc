@@ -22,7 +22,7 @@ using transfer::KvGeometry;
 using transfer::SequenceView;
 
 // Rows converted to fp32 together: 32 KiB of K and V at head_dim 128, so that they stay in the
-// second-level cache while every query row and head of the group passes over them.
+// second-level cache while every query and head of the group passes over them.
 constexpr int kTileRows = 32;
 constexpr int kMaxHeadDim = 256;
 // Tokens of one split. Splits depend on the call's limits alone, never on the number of threads, so
@@ -32,15 +32,15 @@ constexpr int kMaxSplits = 32;
 
 /// Partial results of one part (spans, selected rows). Unnormalised accumulators.
 struct PartialView {
-  float* out = nullptr;           ///< `[rows][query_heads][kMaxSplits][head_dim]`
-  SoftmaxState* state = nullptr;  ///< `[rows][query_heads][kMaxSplits]`
+  float* out = nullptr;           ///< `[queries][query_heads][kMaxSplits][head_dim]`
+  SoftmaxState* state = nullptr;  ///< `[queries][query_heads][kMaxSplits]`
   int splits = 0;                 ///< Those in use.
 };
 using PartialParts = std::array<PartialView, 2>;
 
 std::size_t num_partials(const FlashDecodeLimits& limits) {
-  return static_cast<std::size_t>(limits.rows) * static_cast<std::size_t>(limits.query_heads) *
-         kMaxSplits;
+  return static_cast<std::size_t>(limits.num_queries) *
+         static_cast<std::size_t>(limits.query_heads) * kMaxSplits;
 }
 
 /// K and V of up to kTileRows tokens in fp32, a row as it is stored: K then V.
@@ -67,7 +67,7 @@ bool in_host_page(const AttendRequest& request, std::int64_t resident_begin, std
   return request.kv.recent_capacity == 0 || token < resident_begin;
 }
 
-/// The running softmax of one (query row, query head) over the tokens of one split.
+/// The running softmax of one (query, query head) over the tokens of one split.
 struct Accumulator {
   const float* query = nullptr;  ///< `[head_dim]`, times the softmax scale.
   float* out = nullptr;          ///< `[head_dim]`
@@ -109,13 +109,13 @@ void attend_tile(const AttendRequest& request, const Tile& tile, const std::int3
                   d);
 }
 
-/// Clears the partial results of (row, KV head, split) and pairs them with the scaled queries.
-void open_accumulators(const AttendRequest& request, const PartialView& partial, int row,
+/// Clears the partial results of (query, KV head, split) and pairs them with the scaled queries.
+void open_accumulators(const AttendRequest& request, const PartialView& partial, int query_index,
                        int kv_head, int split, float* queries, Accumulator* accumulators) {
   const KvGeometry& kv = request.kv;
   const int group = kv.group();
   for (int h = 0; h < group; ++h) {
-    const std::int64_t head = std::int64_t{row} * kv.query_heads + kv_head * group + h;
+    const std::int64_t head = std::int64_t{query_index} * kv.query_heads + kv_head * group + h;
     const std::int64_t slot = head * kMaxSplits + split;
     float* query = queries + std::int64_t{h} * kv.head_dim;
     const float* source = request.queries + head * kv.head_dim;
@@ -126,16 +126,16 @@ void open_accumulators(const AttendRequest& request, const PartialView& partial,
   }
 }
 
-/// Query rows of one sequence that stand next to each other in the batch; they share conversions.
-struct RowRun {
+/// Queries of one sequence that stand next to each other in the batch; they share conversions.
+struct QueryRun {
   int begin = 0;
   int end = 0;
 };
 
-std::vector<RowRun> row_runs(const transfer::QueryBatch& rows) {
-  std::vector<RowRun> runs;
-  for (int r = 0; r < rows.count; ++r) {
-    if (runs.empty() || rows[r].sequence != rows[runs.back().begin].sequence) {
+std::vector<QueryRun> query_runs(const transfer::QueryBatch& query_batch) {
+  std::vector<QueryRun> runs;
+  for (int r = 0; r < query_batch.count; ++r) {
+    if (runs.empty() || query_batch[r].sequence != query_batch[runs.back().begin].sequence) {
       runs.push_back({r, r});
     }
     runs.back().end = r + 1;
@@ -185,22 +185,22 @@ void fill_tile(const AttendRequest& request, int sequence_index, std::int64_t re
   }
 }
 
-void attend_spans(const AttendRequest& request, const PartialView& partial, const RowRun& run,
+void attend_spans(const AttendRequest& request, const PartialView& partial, const QueryRun& run,
                   int kv_head, int split, int splits, RowSource* source) {
   const KvGeometry& kv = request.kv;
   const auto group = static_cast<std::size_t>(kv.group());
-  const auto num_rows = static_cast<std::size_t>(run.end - run.begin);
-  const SequenceView& sequence = request.sequences[request.rows[run.begin].sequence];
+  const auto num_queries = static_cast<std::size_t>(run.end - run.begin);
+  const SequenceView& sequence = request.sequences[request.query_batch[run.begin].sequence];
   const std::int64_t length = sequence.counters->length;
   const std::int64_t resident_begin = sequence.counters->resident_begin;
 
-  std::vector<AttendedSpans> spans(num_rows);
-  std::vector<float> queries(num_rows * group * static_cast<std::size_t>(kv.head_dim));
-  std::vector<Accumulator> accumulators(num_rows * group);
-  for (std::size_t r = 0; r < num_rows; ++r) {
-    const int row = run.begin + static_cast<int>(r);
-    spans[r] = transfer::attended_spans(request.rule, length, request.rows[row]);
-    open_accumulators(request, partial, row, kv_head, split,
+  std::vector<AttendedSpans> spans(num_queries);
+  std::vector<float> queries(num_queries * group * static_cast<std::size_t>(kv.head_dim));
+  std::vector<Accumulator> accumulators(num_queries * group);
+  for (std::size_t r = 0; r < num_queries; ++r) {
+    const int query_index = run.begin + static_cast<int>(r);
+    spans[r] = transfer::attended_spans(request.rule, length, request.query_batch[query_index]);
+    open_accumulators(request, partial, query_index, kv_head, split,
                       queries.data() + r * group * static_cast<std::size_t>(kv.head_dim),
                       accumulators.data() + r * group);
   }
@@ -217,9 +217,9 @@ void attend_spans(const AttendRequest& request, const PartialView& partial, cons
     for (std::size_t i = 0; i < filled; ++i) {
       tokens[i] = all.token(begin + static_cast<std::int64_t>(i));
     }
-    fill_tile(request, request.rows[run.begin].sequence, resident_begin, kv_head,
+    fill_tile(request, request.query_batch[run.begin].sequence, resident_begin, kv_head,
               {tokens.data(), filled}, tile.values.data(), source);
-    for (std::size_t r = 0; r < num_rows; ++r) {
+    for (std::size_t r = 0; r < num_queries; ++r) {
       int seen = 0;
       for (std::size_t i = 0; i < filled; ++i) {
         const bool attended = tokens[i] < spans[r].sink_end ||
@@ -237,17 +237,18 @@ void attend_spans(const AttendRequest& request, const PartialView& partial, cons
 }
 
 void attend_selected(const AttendRequest& request, const transfer::SelectionView& selection,
-                     const PartialView& partial, int row, int kv_head, int split, int splits,
-                     RowSource* source) {
+                     const PartialView& partial, int query_index, int kv_head, int split,
+                     int splits, RowSource* source) {
   const KvGeometry& kv = request.kv;
   const auto group = static_cast<std::size_t>(kv.group());
-  const SequenceView& sequence = request.sequences[request.rows[row].sequence];
+  const SequenceView& sequence = request.sequences[request.query_batch[query_index].sequence];
   const std::int64_t resident_begin = sequence.counters->resident_begin;
   std::vector<float> queries(group * static_cast<std::size_t>(kv.head_dim));
   std::vector<Accumulator> accumulators(group);
-  open_accumulators(request, partial, row, kv_head, split, queries.data(), accumulators.data());
+  open_accumulators(request, partial, query_index, kv_head, split, queries.data(),
+                    accumulators.data());
 
-  const std::int64_t list = std::int64_t{row} * kv.kv_heads + kv_head;
+  const std::int64_t list = std::int64_t{query_index} * kv.kv_heads + kv_head;
   const std::int32_t* ids = selection.ids + list * selection.capacity;
   const std::uint16_t* masks = selection.head_mask + list * selection.capacity;
   const std::int64_t count = selection.counts[list];
@@ -273,7 +274,7 @@ void attend_selected(const AttendRequest& request, const transfer::SelectionView
       tokens[static_cast<std::size_t>(i)] = id;
       in_host_page(request, resident_begin, id) ? ++counts.host : ++counts.resident;
     }
-    fill_tile(request, request.rows[row].sequence, resident_begin, kv_head,
+    fill_tile(request, request.query_batch[query_index].sequence, resident_begin, kv_head,
               {tokens.data() + staged, tokens.data() + filled},
               tile.values.data() + staged * 2 * kv.head_dim, source);
     for (std::size_t h = 0; h < group; ++h) {
@@ -311,7 +312,7 @@ int num_splits(std::int64_t tokens) {
 }
 
 void spans(const AttendRequest& request, const PartialView& partial) {
-  const std::vector<RowRun> runs = row_runs(request.rows);
+  const std::vector<QueryRun> runs = query_runs(request.query_batch);
   const int splits = partial.splits;
   const std::int64_t per_run = std::int64_t{request.kv.kv_heads} * splits;
   const std::int64_t count = static_cast<std::int64_t>(runs.size()) * per_run;
@@ -327,12 +328,12 @@ void spans(const AttendRequest& request, const PartialView& partial) {
 void selected(const AttendRequest& request, const transfer::SelectionView& selection,
               const PartialView& partial) {
   const int splits = partial.splits;
-  const std::int64_t per_row = std::int64_t{request.kv.kv_heads} * splits;
+  const std::int64_t per_query = std::int64_t{request.kv.kv_heads} * splits;
   transfer::parallel_for(
-      request.rows.count * per_row, 1, [&](std::int64_t begin, std::int64_t end) {
+      request.query_batch.count * per_query, 1, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t i = begin; i < end; ++i) {
-          attend_selected(request, selection, partial, static_cast<int>(i / per_row),
-                          static_cast<int>(i % per_row / splits), static_cast<int>(i % splits),
+          attend_selected(request, selection, partial, static_cast<int>(i / per_query),
+                          static_cast<int>(i % per_query / splits), static_cast<int>(i % splits),
                           splits, nullptr);
         }
       });
@@ -354,12 +355,13 @@ void attend_heads(int kv_heads, int sequence, std::span<const std::int64_t> toke
 
 void spans_in_parts(const AttendRequest& request, const PartialView& partial, RowSource& source) {
   std::vector<std::int64_t> tokens;
-  for (const RowRun& run : row_runs(request.rows)) {
-    const int sequence = request.rows[run.begin].sequence;
+  for (const QueryRun& run : query_runs(request.query_batch)) {
+    const int sequence = request.query_batch[run.begin].sequence;
     std::vector<AttendedSpans> rows;
-    for (int row = run.begin; row < run.end; ++row) {
-      rows.push_back(transfer::attended_spans(
-          request.rule, request.sequences[sequence].counters->length, request.rows[row]));
+    for (int query_index = run.begin; query_index < run.end; ++query_index) {
+      rows.push_back(transfer::attended_spans(request.rule,
+                                              request.sequences[sequence].counters->length,
+                                              request.query_batch[query_index]));
     }
     const SpanUnion all = unite(rows);
     const std::int64_t chunk = (all.size() + partial.splits - 1) / partial.splits;
@@ -379,21 +381,22 @@ void selected_in_parts(const AttendRequest& request, const transfer::SelectionVi
                        const PartialView& partial, RowSource& source) {
   const int heads = request.kv.kv_heads;
   std::vector<std::int64_t> tokens;
-  for (int row = 0; row < request.rows.count; ++row) {
+  for (int query_index = 0; query_index < request.query_batch.count; ++query_index) {
     for (int split = 0; split < partial.splits; ++split) {
       tokens.clear();
       for (int head = 0; head < heads; ++head) {
-        const std::int64_t list = std::int64_t{row} * heads + head;
+        const std::int64_t list = std::int64_t{query_index} * heads + head;
         const std::int64_t count = selection.counts[list];
         const std::int64_t chunk = (count + partial.splits - 1) / partial.splits;
         const std::int32_t* ids = selection.ids + list * selection.capacity;
         tokens.insert(tokens.end(), ids + std::min(count, split * chunk),
                       ids + std::min(count, (split + 1) * chunk));
       }
-      attend_heads(
-          heads, request.rows[row].sequence, tokens, source, [&](int head, RowSource* from) {
-            attend_selected(request, selection, partial, row, head, split, partial.splits, from);
-          });
+      attend_heads(heads, request.query_batch[query_index].sequence, tokens, source,
+                   [&](int head, RowSource* from) {
+                     attend_selected(request, selection, partial, query_index, head, split,
+                                     partial.splits, from);
+                   });
     }
   }
 }
@@ -401,7 +404,7 @@ void selected_in_parts(const AttendRequest& request, const transfer::SelectionVi
 void count_selected(const AttendRequest& request, const transfer::SelectionView& selection) {
   if (request.flags == nullptr || selection.staged_capacity > 0) return;
   std::uint64_t selected = 0;
-  for (int list = 0; list < request.rows.count * request.kv.kv_heads; ++list) {
+  for (int list = 0; list < request.query_batch.count * request.kv.kv_heads; ++list) {
     selected += static_cast<std::uint64_t>(selection.counts[list]);
   }
   std::atomic_ref(request.flags->rows_selected).fetch_add(selected, std::memory_order_relaxed);
@@ -410,37 +413,39 @@ void count_selected(const AttendRequest& request, const transfer::SelectionView&
 void merge(const AttendRequest& request, const PartialParts& parts, const OutputBatch& outputs) {
   const int d = request.kv.head_dim;
   const std::int64_t heads = request.kv.query_heads;
-  transfer::parallel_for(request.rows.count * heads, 8, [&](std::int64_t begin, std::int64_t end) {
-    std::vector<float> sum(static_cast<std::size_t>(d));
-    for (std::int64_t i = begin; i < end; ++i) {
-      std::fill(sum.begin(), sum.end(), 0.0F);
-      SoftmaxState total;
-      for (const PartialView& part : parts) {
-        for (int split = 0; split < part.splits; ++split) {
-          const std::int64_t slot = i * kMaxSplits + split;
-          const SoftmaxState& state = part.state[slot];
-          if (!(state.sum > 0.0F)) continue;
-          total.max = std::max(total.max, state.max);
-        }
-      }
-      for (const PartialView& part : parts) {
-        for (int split = 0; split < part.splits; ++split) {
-          const std::int64_t slot = i * kMaxSplits + split;
-          const SoftmaxState& state = part.state[slot];
-          if (!(state.sum > 0.0F)) continue;
-          const float weight = std::exp(state.max - total.max);
-          total.sum += weight * state.sum;
-          add_scaled(sum.data(), weight, part.out + slot * d, d);
-        }
-      }
-      const float inverse = total.inverse_sum();
-      for (float& x : sum) x *= inverse;
-      const OutputItem& item = outputs[static_cast<int>(i / heads)];
-      const std::int64_t head = i % heads;
-      store(item.dtype, sum.data(), d, item.out, head * item.head_stride);
-      if (item.lse != nullptr) item.lse[head * item.lse_stride] = total.lse();
-    }
-  });
+  transfer::parallel_for(request.query_batch.count * heads, 8,
+                         [&](std::int64_t begin, std::int64_t end) {
+                           std::vector<float> sum(static_cast<std::size_t>(d));
+                           for (std::int64_t i = begin; i < end; ++i) {
+                             std::fill(sum.begin(), sum.end(), 0.0F);
+                             SoftmaxState total;
+                             for (const PartialView& part : parts) {
+                               for (int split = 0; split < part.splits; ++split) {
+                                 const std::int64_t slot = i * kMaxSplits + split;
+                                 const SoftmaxState& state = part.state[slot];
+                                 if (!(state.sum > 0.0F)) continue;
+                                 total.max = std::max(total.max, state.max);
+                               }
+                             }
+                             for (const PartialView& part : parts) {
+                               for (int split = 0; split < part.splits; ++split) {
+                                 const std::int64_t slot = i * kMaxSplits + split;
+                                 const SoftmaxState& state = part.state[slot];
+                                 if (!(state.sum > 0.0F)) continue;
+                                 const float weight = std::exp(state.max - total.max);
+                                 total.sum += weight * state.sum;
+                                 add_scaled(sum.data(), weight, part.out + slot * d, d);
+                               }
+                             }
+                             const float inverse = total.inverse_sum();
+                             for (float& x : sum) x *= inverse;
+                             const OutputItem& item = outputs[static_cast<int>(i / heads)];
+                             const std::int64_t head = i % heads;
+                             store(item.dtype, sum.data(), d, item.out, head * item.head_stride);
+                             if (item.lse != nullptr)
+                               item.lse[head * item.lse_stride] = total.lse();
+                           }
+                         });
 }
 
 }  // namespace

@@ -58,7 +58,7 @@ static_assert(sizeof(RowCounts) <= kCountBytes);
 
 std::size_t ticket_bytes(const FlashDecodeLimits& limits) {
   const std::size_t sets =
-      static_cast<std::size_t>(limits.rows) * static_cast<std::size_t>(limits.query_heads);
+      static_cast<std::size_t>(limits.num_queries) * static_cast<std::size_t>(limits.query_heads);
   return (sets * sizeof(unsigned) + 255) / 256 * 256;
 }
 
@@ -136,7 +136,8 @@ template <int kWarps>
 __device__ void prefetch_pages(const AttendRequest& request, const SelectionView& selection,
                                const cuda::Plan<kWarps>& plan) {
   constexpr int kLine = 128 / sizeof(void*);
-  const transfer::SequenceView& sequence = request.sequences[request.rows[plan.set.row].sequence];
+  const transfer::SequenceView& sequence =
+      request.sequences[request.query_batch[plan.set.query_index].sequence];
   const auto tokens = static_cast<unsigned>(plan.set.tail_begin);
   if (tokens == 0) return;  // nothing is selected
   if (threadIdx.x == 0) {   // the list is not there yet, but where it will be
@@ -163,7 +164,7 @@ template <int D>
 __device__ void prefetch_queries(const AttendRequest& request, const RowSet& set) {
   const int group = request.kv.group();
   const std::int64_t head =
-      std::int64_t{set.row} * request.kv.query_heads + std::int64_t{set.kv_head} * group;
+      std::int64_t{set.query_index} * request.kv.query_heads + std::int64_t{set.kv_head} * group;
   constexpr int kLine = 32;  // floats
   for (auto i = static_cast<int>(threadIdx.x); i < group * D / kLine;
        i += static_cast<int>(blockDim.x)) {
@@ -274,7 +275,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     for (int i = 0; i < num_stages; ++i) start_next();
 
     const std::int64_t first_head =
-        std::int64_t{set.row} * request.kv.query_heads + set.kv_head * group;
+        std::int64_t{set.query_index} * request.kv.query_heads + set.kv_head * group;
     queries.load(request.queries + first_head * D, group, request.softmax_scale,
                  reinterpret_cast<uint4*>(shared + num_stages * Shape::kStageBytes));
     if constexpr (Shape::kQueryBytes > 0) __syncthreads();  // fragments are complete
@@ -300,7 +301,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     attention.store(states[warp], reinterpret_cast<float*>(stages));
     __syncthreads();  // all warps have stored their states and accumulators
 
-    const OutputItem& item = outputs[set.row];
+    const OutputItem& item = outputs[set.query_index];
     const std::int64_t slot = 2 * std::int64_t{block} + (part == 0 ? 0 : 1);
     for (int i = static_cast<int>(threadIdx.x); i < group * (D / 4); i += Shape::kThreads) {
       const int head = i / (D / 4);
@@ -350,7 +351,8 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
         merged = is_last(workspace.run_tickets + parts.slot(run.first), run.count);
         if (merged) merge(nullptr, run);
       }
-      unsigned* const ticket = workspace.tickets + set.row * request.kv.kv_heads + set.kv_head;
+      unsigned* const ticket =
+          workspace.tickets + set.query_index * request.kv.kv_heads + set.kv_head;
       if (merged && is_last(ticket, runs.count() > 1 ? runs.count() : parts.count)) {
         merge(&item, runs.count() > 1 ? runs.merged() : runs.of_part(0));
       }
@@ -429,7 +431,7 @@ std::size_t workspace_bytes(const FlashDecodeLimits& limits) {
 
 void attend(void* stream, const AttendRequest& request, const SelectionView& selection,
             const FlashDecodeLimits& limits, std::byte* memory, const OutputBatch& outputs) {
-  if (request.rows.count == 0) return;
+  if (request.query_batch.count == 0) return;
   const Workspace workspace = workspace_in(memory, limits);
   if (request.kv.dtype == DType::kFloat16) {
     return launch_shape<__half, false>(request.kv, stream, request, selection, outputs, workspace);

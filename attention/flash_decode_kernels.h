@@ -10,7 +10,7 @@ namespace kvtier::attention {
 
 namespace cpu {
 [[nodiscard]] std::size_t workspace_bytes(const FlashDecodeLimits& limits);
-/// `max_tokens` bounds the always-attended tokens of a row, `max_selected` the selected ones.
+/// `max_tokens` bounds the always-attended tokens of a query, `max_selected` the selected ones.
 /// `source` brings the rows in; nullptr: all are there.
 void attend(const AttendRequest& request, const transfer::SelectionView& selection,
             const FlashDecodeLimits& limits, std::byte* memory, std::int64_t max_tokens,

@@ -12,11 +12,11 @@
 /// read from device memory, so that a captured launch serves sequences that grow.
 namespace kvtier::attention::cuda {
 
-/// The rows that one (query row, KV head) attends: the always-attended tokens, then the list.
+/// The rows that one (query, KV head) attends: the always-attended tokens, then the list.
 struct RowSet {
   unsigned first_tile = 0;  ///< Among the tiles of all sets of the launch, fewer than 2^32.
   std::int64_t resident_begin = 0;
-  int row = 0;
+  int query_index = 0;
   int kv_head = 0;
   int sink_end = 0;    ///< Entries [0, sink_end) are these tokens,
   int tail_begin = 0;  ///< entries [sink_end, num_static) those from here on,
@@ -30,17 +30,17 @@ struct RowSet {
 };
 
 [[nodiscard]] __device__ inline int num_sets(const AttendRequest& request) {
-  return request.rows.count * request.kv.kv_heads;
+  return request.query_batch.count * request.kv.kv_heads;
 }
 
-/// Set `index` in the order of (query row, KV head); `first_tile` is left to the caller.
+/// Set `index` in the order of (query, KV head); `first_tile` is left to the caller.
 [[nodiscard]] __device__ inline RowSet row_set(const AttendRequest& request,
                                                const transfer::SelectionView& selection,
                                                int index) {
   RowSet set;
-  set.row = index / request.kv.kv_heads;
+  set.query_index = index / request.kv.kv_heads;
   set.kv_head = index % request.kv.kv_heads;
-  const transfer::QueryRow& query = request.rows[set.row];
+  const transfer::QueryToken& query = request.query_batch[set.query_index];
   const transfer::SequenceCounters* counters = request.sequences[query.sequence].counters;
   const std::int64_t length = counters->length;
   set.resident_begin = counters->resident_begin;
@@ -70,7 +70,7 @@ struct RowSet {
                                                       const transfer::SelectionView& selection,
                                                       const RowSet& set) {
   if (request.places.lists == nullptr) return static_cast<int>(set.tiles());
-  const int index = set.row * request.kv.kv_heads + set.kv_head;
+  const int index = set.query_index * request.kv.kv_heads + set.kv_head;
   const int found = request.places.lists[index].num_found;
   if (found == num_staged(selection, set.count - set.num_static))
     return static_cast<int>(set.tiles());
@@ -307,14 +307,14 @@ class RowFinder {
                        const RowSet& set, const TileOrder& order, const std::byte* no_row,
                        int begin, int end)
       : kv_(request.kv),
-        sequence_(request.sequences[request.rows[set.row].sequence]),
+        sequence_(request.sequences[request.query_batch[set.query_index].sequence]),
         set_(set),
         order_(order),
         no_row_(no_row),
         place_(begin + static_cast<int>(threadIdx.x % 32 / 16) * kWarps),
         end_(end) {
     if (selection.ids != nullptr) {
-      const std::int64_t list = std::int64_t{set.row} * kv_.kv_heads + set.kv_head;
+      const std::int64_t list = std::int64_t{set.query_index} * kv_.kv_heads + set.kv_head;
       ids_ = selection.ids + list * selection.capacity;
       masks_ = selection.head_mask + list * selection.capacity;
       bias_ = {.per_head = selection.bias == nullptr

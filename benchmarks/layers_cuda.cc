@@ -142,12 +142,12 @@ std::byte* const* Layers::sketch_blocks(int layer, int item) const {
          static_cast<std::int64_t>(at(layer, item)) * (capacity_ / hashing::kBlockTokens);
 }
 
-transfer::QueryBatch Layers::rows() const {
-  transfer::QueryBatch rows;
+transfer::QueryBatch Layers::query_batch() const {
+  transfer::QueryBatch query_batch;
   for (int item = 0; item < shape_.batch; ++item) {
-    rows.push({.sequence = item, .dense_from = INT64_MAX});
+    query_batch.push({.sequence = item, .dense_from = INT64_MAX});
   }
-  return rows;
+  return query_batch;
 }
 
 const float* Layers::queries(int layer) const {
@@ -166,7 +166,7 @@ scoring::SelectRequest Layers::select_request(int layer, const RetrievalConfig& 
   request.sketch = sketch();
   request.planes = planes();
   request.sequences = sequences(layer);
-  request.rows = rows();
+  request.query_batch = query_batch();
   request.queries = queries(layer);
   request.max_length = shape_.tokens + shape_.spare_tokens;
   request.flags = flags();

@@ -50,7 +50,7 @@ class Layers {
   [[nodiscard]] transfer::SequenceBatch sequences(int layer) const;
   [[nodiscard]] std::byte* const* sketch_blocks(int layer, int item) const;
   /// One query row per sequence.
-  [[nodiscard]] transfer::QueryBatch rows() const;
+  [[nodiscard]] transfer::QueryBatch query_batch() const;
   [[nodiscard]] const float* queries(int layer) const;
   [[nodiscard]] transfer::StepFlags* flags() const { return flags_.as<transfer::StepFlags>(); }
   [[nodiscard]] scoring::SelectRequest select_request(int layer,

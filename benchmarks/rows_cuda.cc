@@ -84,7 +84,7 @@ void bench_gather(Run& run, const std::vector<std::int64_t>& rows_per_head, KvPl
     const RandomSelections selections(run, layers, kSets, rows, true);
     const auto gather = [&](int set) {
       transfer::gather_rows(run.queue(), layers.kv(), layers.sequences(set % num_layers),
-                            layers.rows(), selections.view(set), !host, layers.flags());
+                            layers.query_batch(), selections.view(set), !host, layers.flags());
     };
     gather(0);
     const Times times = time_graph(run.stream(), kSets, std::min(run.replays(), 12), [&] {
@@ -111,7 +111,8 @@ void bench_flash_decode(Run& run, std::int64_t tokens, std::int64_t rows_per_hea
   const auto wanted = static_cast<double>(rows_per_head) * row_bytes;
   const int num_layers = std::clamp(static_cast<int>(200e6 / wanted) + 1, 1, 16);
   const Layers layers(run, {.tokens = tokens, .layers = num_layers, .pages = true});
-  attention::FlashDecode flash(run.device(), {.rows = 1, .query_heads = 32, .head_dim = 128});
+  attention::FlashDecode flash(run.device(),
+                               {.num_queries = 1, .query_heads = 32, .head_dim = 128});
   const DeviceTensor out(32 * 128, 72);
   attention::OutputBatch outputs;
   outputs.push({.out = out.data(), .dtype = DType::kBFloat16, .head_stride = 128});
@@ -122,7 +123,7 @@ void bench_flash_decode(Run& run, std::int64_t tokens, std::int64_t rows_per_hea
                                              .recent_tokens = 128,
                                              .window_tokens = rows_per_head},
                                     .sequences = layers.sequences(layer),
-                                    .rows = layers.rows(),
+                                    .query_batch = layers.query_batch(),
                                     .queries = layers.queries(layer),
                                     .softmax_scale = 1.0F / std::sqrt(128.0F),
                                     .max_length = tokens,

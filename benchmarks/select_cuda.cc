@@ -60,7 +60,7 @@ void bench_select(Run& run, std::int64_t tokens, int batch, const RetrievalConfi
           : retrieval.top_k;
   const bool per_head = retrieval.selection == Selection::kPerQueryHead;
   scoring::Selector selector(
-      run.device(), {.rows = batch,
+      run.device(), {.num_queries = batch,
                      .query_heads = layers.shape().query_heads,
                      .kv_heads = layers.shape().kv_heads,
                      .max_tokens = tokens,

@@ -69,18 +69,18 @@ std::int64_t entries_per_head(const ScoreParams& params) noexcept {
 }
 
 void build_query_tables(transfer::Stream& stream, const ScoreParams& params,
-                        const hashing::PlanesView& planes, const float* queries, int num_rows,
+                        const hashing::PlanesView& planes, const float* queries, int num_queries,
                         int query_heads, float* entries, QueryScalars* scalars) {
   assert(params.query_planes() <= planes.num_planes);
   assert(params.weighting != ValueWeighting::kDefault);
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
-      return cuda::build_query_tables(stream.native(), params, planes, queries, num_rows,
+      return cuda::build_query_tables(stream.native(), params, planes, queries, num_queries,
                                       query_heads, entries, scalars);
     }
   }
   stream.run([=] {
-    cpu::build_query_tables(params, planes, queries, num_rows, query_heads, entries, scalars);
+    cpu::build_query_tables(params, planes, queries, num_queries, query_heads, entries, scalars);
   });
 }
 

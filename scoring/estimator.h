@@ -71,7 +71,7 @@ struct ScoreParams {
 /// masked one. Reductions over heads skip it.
 inline constexpr float kLowestScore = -3.0e38F;
 
-/// What a query contributes to scores, per (query row, query head); device memory, fp32.
+/// What a query contributes to scores, per (query, query head); device memory, fp32.
 ///
 /// - soft collision: `[tables][2^hi + 2^lo]` with hi = ceil(P / 2), lo = P - hi. p_l(r) = A_l[r >>
 /// lo] *
@@ -83,9 +83,9 @@ inline constexpr float kLowestScore = -3.0e38F;
 ///   round_half_even((2^(bits-1) - 1) p_i / max|p|) as floats; of a scalar code those of the
 ///   rotation, for each plane of bits times its significance.
 struct QueryTables {
-  const float* entries = nullptr;  ///< `[rows][query_heads][entries_per_head]`
+  const float* entries = nullptr;  ///< `[queries][query_heads][entries_per_head]`
   std::int64_t entries_per_head = 0;
-  const struct QueryScalars* scalars = nullptr;  ///< `[rows][query_heads]`
+  const struct QueryScalars* scalars = nullptr;  ///< `[queries][query_heads]`
 };
 
 struct QueryScalars {
@@ -94,15 +94,15 @@ struct QueryScalars {
   float weight_step = 1.0F;  ///< p_i = weight_step * integer (1 for float weights; 0 when q is 0).
 };
 
-/// Entries per (row, head) for the given parameters.
+/// Entries per (query, head) for the given parameters.
 [[nodiscard]] std::int64_t entries_per_head(const ScoreParams& params) noexcept;
 /// The most that any valid parameters need.
 inline constexpr std::int64_t kMaxEntriesPerHead = 10880;
 
-/// Fills the tables for `num_rows` query rows: `queries` fp32 `[num_rows, query_heads, head_dim]`.
-/// `entries` and `scalars` are device memory of the sizes above. Enqueued.
+/// Fills the tables for `num_queries` queries: `queries` fp32 `[num_queries, query_heads,
+/// head_dim]`. `entries` and `scalars` are device memory of the sizes above. Enqueued.
 void build_query_tables(transfer::Stream& stream, const ScoreParams& params,
-                        const hashing::PlanesView& planes, const float* queries, int num_rows,
+                        const hashing::PlanesView& planes, const float* queries, int num_queries,
                         int query_heads, float* entries, QueryScalars* scalars);
 
 /// Queries as the caller gave them.
@@ -114,7 +114,7 @@ struct QueryInput {
   bool after_append = false;
 };
 
-/// Converts queries to fp32 as `transfer::pack_queries` does, `queries [rows, query_heads,
+/// Converts queries to fp32 as `transfer::pack_queries` does, `queries [queries, query_heads,
 /// head_dim]`, and fills their tables as `build_query_tables` does. On Hopper one kernel, which
 /// runs beside the append. Enqueued.
 void read_queries(transfer::Stream& stream, const ScoreParams& params,

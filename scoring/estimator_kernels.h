@@ -7,13 +7,13 @@ namespace kvtier::scoring {
 
 namespace cpu {
 void build_query_tables(const ScoreParams& params, const hashing::PlanesView& planes,
-                        const float* queries, int num_rows, int query_heads, float* entries,
+                        const float* queries, int num_queries, int query_heads, float* entries,
                         QueryScalars* scalars);
 }  // namespace cpu
 
 namespace cuda {  // `stream` is a cudaStream_t
 void build_query_tables(void* stream, const ScoreParams& params, const hashing::PlanesView& planes,
-                        const float* queries, int num_rows, int query_heads, float* entries,
+                        const float* queries, int num_queries, int query_heads, float* entries,
                         QueryScalars* scalars);
 
 /// Tells whether the device has what `read_queries` needs, clusters of blocks, and it is faster.

@@ -17,7 +17,7 @@ struct SelectShape {
   int plane_dim = 0;        ///< Of the planes.
   bool int8_rows = false;   ///< Rows of pages are in int8,
   bool fp16_sinks = false;  ///< always-attended ones have copies in 16 bits.
-  int rows = 0;
+  int num_queries = 0;
   std::int64_t max_length = 0;  ///< In whole sketch slabs, so that growing tokens keep a plan.
   bool keep_scores = false;
   bool recall = false;  ///< With a recall target, or missed mass wanted.
@@ -44,14 +44,14 @@ struct SelectionPlan {
   /// Whether it can attend as well, where it is given `SelectRequest::attend`: the rows must then
   /// lie where `row_address` says, in device memory.
   bool attends = false;
-  /// Whether it selects `transfer::num_to_select` tokens of each row, and its last kernel lets the
-  /// next one start only after its own wait (transfer/device/launch_cuda.cuh): that one may read
-  /// all but the selection and the queries before it waits for it.
+  /// Whether it selects `transfer::num_to_select` tokens of each query, and its last kernel lets
+  /// the next one start only after its own wait (transfer/device/launch_cuda.cuh): that one may
+  /// read all but the selection and the queries before it waits for it.
   bool k_known = false;
 
-  // The launch, of paths whose blocks share a (row, KV head).
-  unsigned blocks = 0;  ///< Of a (row, KV head), that choose.
-  unsigned parts = 0;   ///< Of a (row, KV head), that score, where others choose.
+  // The launch, of paths whose blocks share a (query, KV head).
+  unsigned blocks = 0;  ///< Of a (query, KV head), that choose.
+  unsigned parts = 0;   ///< Of a (query, KV head), that score, where others choose.
   int capacity = 0;     ///< Tokens of a block that chooses, whole units.
   int stages = 0;       ///< Units that a warp has under way.
   int bytes = 0;        ///< Dynamic shared memory of a block that chooses.

@@ -30,7 +30,7 @@ SelectorLimits padded(const SelectorLimits& limits) {
 }
 
 void check(const SelectRequest& request, const SelectorLimits& limits) {
-  assert(request.rows.count <= limits.rows);
+  assert(request.query_batch.count <= limits.num_queries);
   assert(request.kv.query_heads == limits.query_heads);
   assert(request.kv.kv_heads == limits.kv_heads);
   assert(request.max_length <= limits.max_tokens);
@@ -53,7 +53,7 @@ void check(const SelectRequest& request, const SelectorLimits& limits) {
           .plane_dim = request.planes.head_dim,
           .int8_rows = request.kv.int8_pages,
           .fp16_sinks = request.kv.sink_capacity > 0,
-          .rows = request.rows.count,
+          .num_queries = request.query_batch.count,
           .max_length = slabs * hashing::kBlockTokens,
           .keep_scores = request.keep_scores,
           .recall = recall};
@@ -90,9 +90,9 @@ std::size_t Selector::workspace_bytes(const SelectorLimits& unpadded) {
 
 Selector::Arrays Selector::place(transfer::Arena& arena, const SelectorLimits& limits,
                                  std::size_t scratch_bytes) {
-  const auto rows = static_cast<std::size_t>(limits.rows);
-  const std::size_t queries = rows * static_cast<std::size_t>(limits.query_heads);
-  const std::size_t groups = rows * static_cast<std::size_t>(limits.kv_heads);
+  const auto num_queries = static_cast<std::size_t>(limits.num_queries);
+  const std::size_t queries = num_queries * static_cast<std::size_t>(limits.query_heads);
+  const std::size_t groups = num_queries * static_cast<std::size_t>(limits.kv_heads);
   const auto tokens = static_cast<std::size_t>(limits.max_tokens);
   const auto selected = static_cast<std::size_t>(limits.max_selected);
   Arrays at;
@@ -120,7 +120,7 @@ Selector::Arrays Selector::place(transfer::Arena& arena, const SelectorLimits& l
 SelectorWorkspace Selector::workspace(const ScoreParams& params) const {
   QueryTables coarse;
   if (params.coarse_bits > 0) {
-    const std::int64_t heads = std::int64_t{limits_.rows} * limits_.query_heads;
+    const std::int64_t heads = std::int64_t{limits_.num_queries} * limits_.query_heads;
     coarse = {.entries = at_.entries + heads * entries_per_head(params),
               .entries_per_head = entries_per_head(coarse_phase(params)),
               .scalars = at_.scalars};
@@ -162,7 +162,7 @@ const SelectionPlan& Selector::plan(const SelectRequest& request, bool recall) {
 void Selector::read_queries(transfer::Stream& stream, const ScoreParams& params,
                             const hashing::PlanesView& planes, const QueryInput& input,
                             float* queries) {
-  assert(input.items.count <= limits_.rows);
+  assert(input.items.count <= limits_.num_queries);
   assert(input.kv.query_heads == limits_.query_heads);
   scoring::read_queries(stream, params, planes, input, queries, at_.entries, at_.scalars);
 }
@@ -176,14 +176,14 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
   check(request, limits_);
   const SelectionPlan& how = plan(request, recall_params.active);
   if (!request.tables_built && !how.reads_queries) {
-    build_query_tables(stream, request.params, request.planes, request.queries, request.rows.count,
-                       request.kv.query_heads, at_.entries, at_.scalars);
+    build_query_tables(stream, request.params, request.planes, request.queries,
+                       request.query_batch.count, request.kv.query_heads, at_.entries, at_.scalars);
   }
   const SelectorWorkspace space = workspace(request.params);
   if (request.params.coarse_bits > 0) {
     assert(!recall_params.active);
     build_query_tables(stream, coarse_phase(request.params), request.planes, request.queries,
-                       request.rows.count, request.kv.query_heads,
+                       request.query_batch.count, request.kv.query_heads,
                        const_cast<float*>(space.coarse_tables.entries), at_.scalars);
   }
   if constexpr (transfer::kWithCuda) {
@@ -198,7 +198,7 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
 
 void Selector::export_missed(transfer::Stream& stream, const SelectRequest& request,
                              const MissedBatch& batch) {
-  assert(batch.count == request.rows.count);
+  assert(batch.count == request.query_batch.count);
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
       return cuda::export_missed(stream.native(), request, workspace(request.params), batch,

@@ -30,8 +30,8 @@ struct SelectRequest {
   /// the blocks. Of norm-aware with integer weights alone, with neither a threshold, two phases nor
   /// a budget; with `keep_scores`.
   transfer::SlotTables slots{};
-  transfer::QueryBatch rows;
-  const float* queries = nullptr;  ///< fp32 `[rows, query_heads, head_dim]`.
+  transfer::QueryBatch query_batch;
+  const float* queries = nullptr;  ///< fp32 `[queries, query_heads, head_dim]`.
   std::int64_t max_length = 0;     ///< Upper bound of the lengths; sizes grids and strides.
   transfer::StepFlags* flags = nullptr;
   /// False when `export_scores` will not be called: the CUDA backend then need not write scores.
@@ -48,10 +48,10 @@ struct SelectRequest {
   const attention::AttendTargets* attend = nullptr;
 };
 
-/// An int32 tensor `[rows, heads, n]` of ids; the strides count elements.
+/// An int32 tensor `[queries, heads, n]` of ids; the strides count elements.
 struct IdTensor {
   std::int32_t* data = nullptr;
-  std::int64_t row_stride = 0;
+  std::int64_t query_stride = 0;
   std::int64_t head_stride = 0;
   int heads = 0;  ///< query_heads, kv_heads, or 1: the same ids for all heads.
   std::int64_t n = 0;
@@ -60,14 +60,14 @@ struct IdTensor {
 /// An fp32 tensor beside an `IdTensor`, of its shape; the strides count elements. Null: none.
 struct IdFloats {
   float* data = nullptr;
-  std::int64_t row_stride = 0;
+  std::int64_t query_stride = 0;
   std::int64_t head_stride = 0;
 };
 
 struct RecallParams;
 struct SelectorWorkspace;
 
-/// Where the missed attention of one query row goes, and the log-sum-exp of what was attended.
+/// Where the missed attention of one query goes, and the log-sum-exp of what was attended.
 struct MissedItem {
   const float* lse = nullptr;  ///< `[query_heads]`
   std::int64_t lse_stride = 0;
@@ -77,17 +77,17 @@ struct MissedItem {
 using MissedBatch = transfer::Batch<MissedItem>;
 
 struct SelectorLimits {
-  int rows = 1;
+  int num_queries = 1;
   int query_heads = 1;
   int kv_heads = 1;
   std::int64_t max_tokens = 0;  ///< Longest sequence.
   std::int64_t max_selected =
-      0;  ///< Most ids per (row, KV head): G * k for per-query-head sets, <= max_tokens.
-  std::int64_t staged_rows = 0;  ///< Rows per (row, KV head) of the staging area; 0: none.
+      0;  ///< Most ids per (query, KV head): G * k for per-query-head sets, <= max_tokens.
+  std::int64_t staged_rows = 0;  ///< Rows per (query, KV head) of the staging area; 0: none.
   std::int64_t row_bytes = 0;
 };
 
-/// Scores every eligible token from its sketch and keeps the k best of each row; owns the
+/// Scores every eligible token from its sketch and keeps the k best of each query; owns the
 /// workspace.
 ///
 /// Definitions: sections "Score" and "Select" of docs/algorithm.md. Selection is deterministic:
@@ -121,9 +121,9 @@ class Selector {
   /// with a recall target.
   void export_missed(transfer::Stream& stream, const SelectRequest& request,
                      const MissedBatch& batch);
-  /// Device memory for the log-sum-exp of a query row, `[query_heads]`, when a caller wants none.
-  [[nodiscard]] float* lse(int row) const {
-    return at_.lse + std::int64_t{row} * limits_.query_heads;
+  /// Device memory for the log-sum-exp of a query, `[query_heads]`, when a caller wants none.
+  [[nodiscard]] float* lse(int query_index) const {
+    return at_.lse + std::int64_t{query_index} * limits_.query_heads;
   }
 
   /// Makes a selection of the caller's ids: those in [0, visible) that are not in an
@@ -146,15 +146,15 @@ class Selector {
  private:
   /// The arrays in `memory_`, in the order in which they lie; selector_kernels.h gives the shapes.
   struct Arrays {
-    float* entries = nullptr;         // [rows][query_heads][kMaxEntriesPerHead]
-    QueryScalars* scalars = nullptr;  // [rows][query_heads]
+    float* entries = nullptr;         // [queries][query_heads][kMaxEntriesPerHead]
+    QueryScalars* scalars = nullptr;  // [queries][query_heads]
     float* scores = nullptr;
     float* combined = nullptr;
     std::uint16_t* token_mask = nullptr;
     std::byte* scratch = nullptr;
-    float* rest_logs = nullptr;         // [rows][query_heads]
-    float* lse = nullptr;               // [rows][query_heads]
-    float* bias = nullptr;              // [rows][kv_heads][max_selected][group]
+    float* rest_logs = nullptr;         // [queries][query_heads]
+    float* lse = nullptr;               // [queries][query_heads]
+    float* bias = nullptr;              // [queries][kv_heads][max_selected][group]
     transfer::SelectionView selection;  // its arrays, but the staging area, are before the biases
   };
   [[nodiscard]] static Arrays place(transfer::Arena& arena, const SelectorLimits& limits,

@@ -11,19 +11,20 @@ namespace kvtier::scoring {
 /// Memory of a `Selector`, all on the device, strides by `limits`.
 struct SelectorWorkspace {
   SelectorLimits limits;
-  QueryTables tables;                   ///< Written by build_query_tables before `select`.
-  QueryTables coarse_tables;            ///< The same of the first of two phases.
-  float* scores = nullptr;              ///< `[rows][query_heads][max_tokens]`
-  float* combined = nullptr;            ///< `[rows][kv_heads][max_tokens]`, per-KV-head scores.
-  std::uint16_t* token_mask = nullptr;  ///< `[rows][kv_heads][max_tokens]`, bit h: head h chose it.
-  std::byte* scratch = nullptr;         ///< `scratch_bytes(limits)` bytes, 256-byte aligned.
-  float* rest_logs = nullptr;  ///< `[rows][query_heads]`, ln of the mass left out; of the CPU.
+  QueryTables tables;         ///< Written by build_query_tables before `select`.
+  QueryTables coarse_tables;  ///< The same of the first of two phases.
+  float* scores = nullptr;    ///< `[queries][query_heads][max_tokens]`
+  float* combined = nullptr;  ///< `[queries][kv_heads][max_tokens]`, per-KV-head scores.
+  std::uint16_t* token_mask =
+      nullptr;                   ///< `[queries][kv_heads][max_tokens]`, bit h: head h chose it.
+  std::byte* scratch = nullptr;  ///< `scratch_bytes(limits)` bytes, 256-byte aligned.
+  float* rest_logs = nullptr;    ///< `[queries][query_heads]`, ln of the mass left out; of the CPU.
   transfer::SelectionView selection;  ///< What `select` and `adopt` fill.
 };
 
 namespace cpu {
 [[nodiscard]] std::size_t scratch_bytes(const SelectorLimits& limits);
-/// Scores (one estimator), combines heads if asked, finds each row's k-th best, writes the
+/// Scores (one estimator), combines heads if asked, finds each query's k-th best, writes the
 /// selection.
 void select(const SelectRequest& request, const SelectorWorkspace& workspace,
             const RecallParams& recall_params);

@@ -20,7 +20,7 @@ struct AnswerOptions {
   int sink = 64;
   int window = 64;
   std::uint64_t seed = 0;
-  /// Of norm-aware's planes, beside seed 0, for rows of their own with a set per query head.
+  /// Of norm-aware's planes, beside seed 0, for rows of their own with a selection per query head.
   std::vector<std::uint64_t> plane_seeds;
   /// Of kvtier's own selectors, in place of the usual ones: soft collision with orthogonal planes,
   /// and norm-aware with 64 and 600 planes.

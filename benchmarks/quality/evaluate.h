@@ -22,7 +22,7 @@ struct EvaluationOptions {
   std::function<void(double)> progress;  ///< Called with the share of the work done.
 };
 
-/// One selector at one sparsity, one set per query head.
+/// One selector at one sparsity, one selection per query head.
 struct EvaluationRow {
   std::string name;
   std::string settings;

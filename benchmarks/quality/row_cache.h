@@ -14,8 +14,8 @@ namespace kvtier::quality {
 /// What one KV head has selected: the ids of each step, rising.
 using SelectedSteps = std::vector<std::vector<std::int32_t>>;
 
-/// Selects for every step of a trace, one set per KV head, on the CPU; a step's own token is there.
-/// Returns `[layer * kv_heads + kv_head]`. Throws what `Engine` throws.
+/// Selects for every step of a trace, one selection per KV head, on the CPU; a step's own token is
+/// there. Returns `[layer * kv_heads + kv_head]`. Throws what `Engine` throws.
 [[nodiscard]] std::vector<SelectedSteps> select_steps(const services::Trace& trace,
                                                       const RetrievalConfig& retrieval);
 

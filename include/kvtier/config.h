@@ -166,7 +166,7 @@ struct RetrievalConfig {
   /// of the collision estimators, and P = 2, L = 300 of hard collision.
   [[nodiscard]] KVTIER_EXPORT static RetrievalConfig of(Estimator estimator) noexcept;
   /// Returns the method of the SOCKET paper: soft collision, linear value weighting, gaussian
-  /// planes, P = 10, L = 60, tau = 0.4, the k best tokens, a set per query head.
+  /// planes, P = 10, L = 60, tau = 0.4, the k best tokens, a selection per query head.
   [[nodiscard]] KVTIER_EXPORT static RetrievalConfig socket() noexcept;
 };
 

@@ -17,8 +17,8 @@ namespace kvtier {
 /// Of a `PagedSketches`.
 struct PagedConfig {
   ModelConfig model{};  ///< All layers sparse; `kv_dtype` is that of the cache.
-  /// Norm-aware with query_bits 4 or 8 and one phase, no error target, sets per sequence or per KV
-  /// head.
+  /// Norm-aware with query_bits 4 or 8 and one phase, no error target, selections per sequence or
+  /// per KV head.
   RetrievalConfig retrieval{.selection = Selection::kPerSequence};
   Backend backend = Backend::kAuto;
   std::int64_t num_blocks = 0;  ///< Blocks of the caller's cache, the same in all layers.

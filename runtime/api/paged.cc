@@ -86,14 +86,14 @@ class PagedSketches::Impl {
     const Call call(*this, layer, given);
     const std::int64_t sequences = shape().check_batch(batch, query);
     shape().check_select(sequences, outputs, attended_bound(shape().max_length(batch)));
-    for (std::int64_t first = 0; first < sequences; first += rows_) {
+    for (std::int64_t first = 0; first < sequences; first += max_queries_) {
       const Launch launch = choose(call.stream(), layer, batch, query, first,
-                                   std::min<std::int64_t>(rows_, sequences - first));
+                                   std::min<std::int64_t>(max_queries_, sequences - first));
       const MutableTensorView& ids = outputs.ids;
       const MutableTensorView& bias = outputs.bias;
       transfer::AttendedList list{
           .ids = static_cast<std::int32_t*>(ids.data) + first * ids.strides[0],
-          .row_stride = ids.strides[0],
+          .query_stride = ids.strides[0],
           .head_stride = ids.strides[1],
           .n = ids.shape[2],
           .heads = static_cast<int>(ids.shape[1])};
@@ -103,7 +103,7 @@ class PagedSketches::Impl {
         list.bias_head_stride = bias.strides[1];
       }
       transfer::list_attended(call.stream(), launch.request.rule, launch.request.sequences,
-                              launch.request.rows, kv_.kv_heads, launch.selection, list);
+                              launch.request.query_batch, kv_.kv_heads, launch.selection, list);
     }
     call.finish();
   }
@@ -113,18 +113,18 @@ class PagedSketches::Impl {
     const Call call(*this, layer, given);
     const std::int64_t sequences = shape().check_batch(batch, query);
     shape().check_attend(sequences, cache, outputs);
-    for (std::int64_t first = 0; first < sequences; first += rows_) {
-      const std::int64_t count = std::min<std::int64_t>(rows_, sequences - first);
+    for (std::int64_t first = 0; first < sequences; first += max_queries_) {
+      const std::int64_t count = std::min<std::int64_t>(max_queries_, sequences - first);
       const Launch launch = choose(call.stream(), layer, batch, query, first, count);
       const transfer::SelectionView rows = list(call.stream(), launch);
       transfer::gather_paged_rows(call.stream(), kv_, slots(),
                                   {.keys = half_of(cache.keys), .values = half_of(cache.values)},
-                                  launch.request.rows, rows);
+                                  launch.request.query_batch, rows);
       // Every row is in the list, so none is attended for its place.
       const attention::AttendRequest request{.kv = kv_,
                                              .rule = {.mode = LayerMode::kSparse},
                                              .sequences = launch.request.sequences,
-                                             .rows = launch.request.rows,
+                                             .query_batch = launch.request.query_batch,
                                              .queries = queries_.as<float>(),
                                              .softmax_scale = launch.request.params.logit_scale,
                                              .logit_softcap = layer_of(layer).logit_softcap,
@@ -141,7 +141,7 @@ class PagedSketches::Impl {
     const RetrievalConfig& retrieval = config_.retrieval;
     const scoring::ScoreParams params = params_of(0);
     const std::int64_t always = std::int64_t{retrieval.sink_tokens} + retrieval.recent_tokens;
-    return std::min(length, always + runtime::max_per_row(params, length));
+    return std::min(length, always + runtime::max_per_query(params, length));
   }
 
   void check() {
@@ -229,30 +229,31 @@ class PagedSketches::Impl {
   }
 
   void make_workspace() {
-    rows_ = config_.max_batch_rows;
+    max_queries_ = config_.max_batch_rows;
     list_capacity_ = attended_bound(config_.max_tokens);
     table_stride_ = (config_.max_tokens + config_.block_tokens - 1) / config_.block_tokens;
     const scoring::SelectorLimits limits{
-        .rows = rows_,
+        .num_queries = max_queries_,
         .query_heads = kv_.query_heads,
         .kv_heads = kv_.kv_heads,
         .max_tokens = config_.max_tokens,
-        .max_selected = runtime::max_per_row(params_of(0), config_.max_tokens)};
+        .max_selected = runtime::max_per_query(params_of(0), config_.max_tokens)};
     const attention::FlashDecodeLimits flash_limits{
-        .rows = rows_, .query_heads = kv_.query_heads, .head_dim = kv_.head_dim};
+        .num_queries = max_queries_, .query_heads = kv_.query_heads, .head_dim = kv_.head_dim};
     device_bytes_ += scoring::Selector::workspace_bytes(limits) +
                      attention::FlashDecode::workspace_bytes(device_->backend(), flash_limits);
     selector_ = std::make_unique<scoring::Selector>(*device_, limits);
     flash_ = std::make_unique<attention::FlashDecode>(*device_, flash_limits);
 
-    const auto rows = static_cast<std::size_t>(rows_);
+    const auto num_queries = static_cast<std::size_t>(max_queries_);
     const auto heads = static_cast<std::size_t>(kv_.query_heads);
-    const auto lists = rows * static_cast<std::size_t>(kv_.kv_heads);
+    const auto lists = num_queries * static_cast<std::size_t>(kv_.kv_heads);
     const std::size_t entries = lists * static_cast<std::size_t>(list_capacity_);
-    queries_ = allocate(rows * heads * static_cast<std::size_t>(kv_.head_dim) * sizeof(float));
+    queries_ =
+        allocate(num_queries * heads * static_cast<std::size_t>(kv_.head_dim) * sizeof(float));
     packed_ = allocate(static_cast<std::size_t>(kPackedTokens * kv_.kv_heads * kv_.row_bytes()));
-    slots_ = allocate(rows * static_cast<std::size_t>(table_stride_) * sizeof(std::int32_t));
-    counters_ = allocate(rows * sizeof(transfer::SequenceCounters));
+    slots_ = allocate(num_queries * static_cast<std::size_t>(table_stride_) * sizeof(std::int32_t));
+    counters_ = allocate(num_queries * sizeof(transfer::SequenceCounters));
     ids_ = allocate(entries * sizeof(std::int32_t));
     masks_ = allocate(entries * sizeof(std::uint16_t));
     biases_ = allocate(entries * sizeof(float));
@@ -312,7 +313,7 @@ class PagedSketches::Impl {
       transfer::SequenceCounters* counters = counters_.as<transfer::SequenceCounters>() + i;
       request.sequences.push({.counters = counters});
       request.sketches.push(blocks_of(layer));
-      request.rows.push(
+      request.query_batch.push(
           {.sequence = i, .lag = 0, .dense_from = std::numeric_limits<std::int64_t>::max()});
       items.push({.query = tokens_from(query, first + i),
                   .flags = flags(),
@@ -333,14 +334,14 @@ class PagedSketches::Impl {
                                 .head_mask = masks_.as<std::uint16_t>(),
                                 .all_heads = static_cast<std::uint16_t>((1U << kv_.group()) - 1),
                                 .counts = counts_.as<std::int32_t>(),
-                                .row_stride = capacity * kv_.kv_heads,
+                                .query_stride = capacity * kv_.kv_heads,
                                 .head_stride = capacity,
                                 .bias_row_stride = capacity * kv_.kv_heads,
                                 .bias_head_stride = capacity,
                                 .n = capacity,
                                 .heads = kv_.kv_heads};
     transfer::list_attended(stream, launch.request.rule, launch.request.sequences,
-                            launch.request.rows, kv_.kv_heads, launch.selection, list);
+                            launch.request.query_batch, kv_.kv_heads, launch.selection, list);
     const bool weighted = config_.retrieval.rule == SelectionRule::kPriority;
     return {.ids = list.ids,
             .head_mask = list.head_mask,
@@ -355,13 +356,13 @@ class PagedSketches::Impl {
                                                       std::int64_t first, std::int64_t count) {
     attention::OutputBatch batch;
     const auto element = static_cast<std::int64_t>(dtype_bytes(outputs.out.dtype));
-    for (std::int64_t row = first; row < first + count; ++row) {
-      attention::OutputItem item{
-          .out = static_cast<std::byte*>(outputs.out.data) + row * outputs.out.strides[0] * element,
-          .dtype = outputs.out.dtype,
-          .head_stride = outputs.out.strides[1]};
+    for (std::int64_t query_index = first; query_index < first + count; ++query_index) {
+      attention::OutputItem item{.out = static_cast<std::byte*>(outputs.out.data) +
+                                        query_index * outputs.out.strides[0] * element,
+                                 .dtype = outputs.out.dtype,
+                                 .head_stride = outputs.out.strides[1]};
       if (!outputs.lse.empty()) {
-        item.lse = static_cast<float*>(outputs.lse.data) + row * outputs.lse.strides[0];
+        item.lse = static_cast<float*>(outputs.lse.data) + query_index * outputs.lse.strides[0];
         item.lse_stride = outputs.lse.strides[1];
       }
       batch.push(item);
@@ -415,14 +416,14 @@ class PagedSketches::Impl {
   std::int64_t layer_blocks_ = 0;
   std::unique_ptr<scoring::Selector> selector_;
   std::unique_ptr<attention::FlashDecode> flash_;
-  int rows_ = 0;
+  int max_queries_ = 0;
   std::int64_t list_capacity_ = 0;
   std::int64_t table_stride_ = 0;
-  transfer::Buffer queries_;   // fp32 [rows][query_heads][head_dim]
+  transfer::Buffer queries_;   // fp32 [queries][query_heads][head_dim]
   transfer::Buffer packed_;    // [tokens][kv_heads][row]
-  transfer::Buffer slots_;     // [rows][table_stride]
+  transfer::Buffer slots_;     // [queries][table_stride]
   transfer::Buffer counters_;  // [rows]
-  // What queries attend, [rows][kv_heads][list_capacity]:
+  // What queries attend, [queries][kv_heads][list_capacity]:
   transfer::Buffer ids_;
   transfer::Buffer masks_;
   transfer::Buffer biases_;

@@ -124,7 +124,7 @@ WorkspacePlan plan_workspace(const Config& config, Backend backend) {
   if (!pages_on_host(config)) staged_rows = 0;
 
   scoring::SelectorLimits& limits = plan.selector;
-  limits = {.rows = config.memory.max_batch_rows,
+  limits = {.num_queries = config.memory.max_batch_rows,
             .query_heads = kv.query_heads,
             .kv_heads = kv.kv_heads,
             .max_tokens = max_tokens,
@@ -132,17 +132,19 @@ WorkspacePlan plan_workspace(const Config& config, Backend backend) {
             .staged_rows = std::min(staged_rows, max_tokens),
             .row_bytes = kv.row_bytes()};
   const std::size_t share = config.memory.device_bytes / 2;
-  while (limits.rows > 1 && scoring::Selector::workspace_bytes(limits) > share) --limits.rows;
+  while (limits.num_queries > 1 && scoring::Selector::workspace_bytes(limits) > share)
+    --limits.num_queries;
   while (limits.staged_rows > 0 && scoring::Selector::workspace_bytes(limits) > share) {
     limits.staged_rows /= 2;  // rows beyond the staging area are read in place
   }
-  plan.flash = {.rows = limits.rows, .query_heads = kv.query_heads, .head_dim = kv.head_dim};
+  plan.flash = {
+      .num_queries = limits.num_queries, .query_heads = kv.query_heads, .head_dim = kv.head_dim};
   plan.append_tokens = std::min(
       std::clamp(kAppendBytes / (kv.kv_heads * kv.row_bytes()), kMinAppendTokens, kMaxAppendTokens),
       max_tokens);
   plan.packed_bytes = static_cast<std::size_t>(plan.append_tokens * kv.kv_heads) *
                       (static_cast<std::size_t>(kv.row_bytes()) + sizeof(transfer::RowSquares));
-  plan.query_bytes = sizeof(float) * static_cast<std::size_t>(limits.rows) *
+  plan.query_bytes = sizeof(float) * static_cast<std::size_t>(limits.num_queries) *
                      static_cast<std::size_t>(kv.query_heads * kv.head_dim);
   plan.bytes = scoring::Selector::workspace_bytes(limits) +
                attention::FlashDecode::workspace_bytes(backend, plan.flash) + plan.packed_bytes +
@@ -190,7 +192,7 @@ DevicePools plan_pools(const Config& config, Backend backend, const WorkspacePla
   } else if (cached && layers > 0) {
     std::size_t beside = sizeof(transfer::RowCacheTotals);
     if (places_rows(config, backend, workspace)) {
-      beside += transfer::row_cache_places_bytes(kv, workspace.selector.rows,
+      beside += transfer::row_cache_places_bytes(kv, workspace.selector.num_queries,
                                                  workspace.selector.staged_rows);
     }
     const std::size_t taken = static_cast<std::size_t>(pools.first_tokens) * token_bytes + beside;

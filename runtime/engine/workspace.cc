@@ -4,7 +4,7 @@ namespace kvtier::runtime {
 
 Workspace::Workspace(transfer::Device& device, const transfer::KvGeometry& kv,
                      const WorkspacePlan& plan)
-    : batch_queries(plan.selector.rows),
+    : batch_queries(plan.selector.num_queries),
       append_tokens(plan.append_tokens),
       staged_rows(plan.selector.staged_rows),
       selector(device, plan.selector),

@@ -32,7 +32,7 @@ transfer::RowCacheGather row_cache_gather(const Pools& pools, const Fetch& fetch
   for (const LayerState* layer : fetch.layers) row_cache.push(layer->row_cache);
   return {.sequences = fetch.reading.sequences,
           .row_cache = row_cache,
-          .rows = fetch.reading.rows,
+          .query_batch = fetch.reading.query_batch,
           .selection = fetch.reading.selection,
           .shape = pools.row_cache->shape,
           .totals = pools.row_cache->totals.as<transfer::RowCacheTotals>(),
@@ -77,7 +77,7 @@ transfer::RowCachePlaces fetch_rows(transfer::Stream& stream, const Pools& pools
     return {};
   }
   const bool pages_on_device = pools.pages_on_device;
-  transfer::gather_rows(stream, pools.kv, reading.sequences, reading.rows, reading.selection,
+  transfer::gather_rows(stream, pools.kv, reading.sequences, reading.query_batch, reading.selection,
                         pages_on_device, fetch.flags);
   return {};
 }

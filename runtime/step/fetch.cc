@@ -61,7 +61,7 @@ class Piece {
     if (kv_.row_checks) {
       transfer::RowReading reading{.sequences = sequences,
                                    .flags = {},
-                                   .rows = query,
+                                   .query_batch = query,
                                    .selection = selection,
                                    .rule = {},
                                    .frames = engine.pools.frame_checks};

@@ -31,6 +31,6 @@ struct ResolvedOptions {
                                               const AttendOptions& options);
 
 /// Most tokens that one head selects at the given length.
-[[nodiscard]] std::int64_t max_per_row(const scoring::ScoreParams& params, std::int64_t length);
+[[nodiscard]] std::int64_t max_per_query(const scoring::ScoreParams& params, std::int64_t length);
 
 }  // namespace kvtier::runtime

@@ -163,7 +163,7 @@ bool Step::dense_is_faster(const Launch& launch) const {
   for (const Slice& slice : launch.slices) {
     const std::int64_t tokens = tokens_of(slice.part->session->layer(layer_));
     const std::int64_t selected =
-        std::min(tokens, max_per_row(options.params, tokens) * (per_head ? kv.group() : 1));
+        std::min(tokens, max_per_query(options.params, tokens) * (per_head ? kv.group() : 1));
     const std::int64_t sets = slice.count * kv.kv_heads;
     cost.pairs += static_cast<double>(tokens * sets);
     cost.selected += static_cast<double>(selected * sets);
@@ -231,7 +231,7 @@ void Step::attend(const Launch& launch, bool after_append) {
   attention::AttendRequest request{.kv = engine_.kv,
                                    .rule = launch.rule(),
                                    .sequences = launch.sequences,
-                                   .rows = launch.queries,
+                                   .query_batch = launch.queries,
                                    .queries = workspace_.queries.as<float>(),
                                    .softmax_scale = options.softmax_scale,
                                    .logit_softcap = options.logit_softcap,
@@ -294,7 +294,7 @@ scoring::SelectRequest Step::select_request(const Launch& launch, const QueriesR
           .planes = store.planes.view(),
           .sequences = launch.sequences,
           .sketches = launch.sketches,
-          .rows = launch.queries,
+          .query_batch = launch.queries,
           .queries = workspace_.queries.as<float>(),
           .max_length = launch.max_length,
           .flags = read.repeated ? engine_.statistics.repeated() : flags(launch),
@@ -308,7 +308,7 @@ transfer::RowReading Step::row_reading(const Launch& launch,
                                        const transfer::SelectionView& selection) const {
   return {.sequences = launch.sequences,
           .flags = session_flags(launch),
-          .rows = launch.queries,
+          .query_batch = launch.queries,
           .selection = selection,
           .rule = launch.rule(),
           .frames = engine_.pools.frame_checks};
@@ -323,7 +323,7 @@ std::int64_t Step::max_selected(const Launch& launch) const {
   const scoring::ScoreParams& params = launch.options().params;
   const bool per_head = params.selection == Selection::kPerQueryHead;
   return std::min(launch.max_length,
-                  max_per_row(params, launch.max_length) * (per_head ? engine_.kv.group() : 1));
+                  max_per_query(params, launch.max_length) * (per_head ? engine_.kv.group() : 1));
 }
 
 QueriesRead Step::read_queries(const Launch& launch, bool after_append, bool repeated) {
@@ -369,7 +369,7 @@ bool Step::selection_attends(const QueriesRead& read) const {
 
 scoring::IdTensor id_tensor(const HostStaging::Slice& slice, const TensorView& tensor) {
   return {.data = static_cast<std::int32_t*>(slice.data),
-          .row_stride = slice.token_stride,
+          .query_stride = slice.token_stride,
           .head_stride = slice.head_stride,
           .heads = static_cast<int>(tensor.shape[1]),
           .n = tensor.shape[2]};
@@ -377,7 +377,7 @@ scoring::IdTensor id_tensor(const HostStaging::Slice& slice, const TensorView& t
 
 scoring::IdFloats id_floats(const HostStaging::Slice& slice) {
   return {.data = static_cast<float*>(slice.data),
-          .row_stride = slice.token_stride,
+          .query_stride = slice.token_stride,
           .head_stride = slice.head_stride};
 }
 

@@ -88,7 +88,7 @@ void TieredLaunch::read_back(const transfer::SelectionView& selection) {
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     read.add(&counters_[i], layers_[i]->view.counters, sizeof(transfer::SequenceCounters));
   }
-  const auto lists = static_cast<std::size_t>(request_.rows.count * request_.kv.kv_heads);
+  const auto lists = static_cast<std::size_t>(request_.query_batch.count * request_.kv.kv_heads);
   if (selection.ids != nullptr) {
     counts_.resize(lists);
     read.add(counts_.data(), selection.counts, lists * sizeof(std::int32_t));
@@ -131,17 +131,17 @@ bool TieredLaunch::ensure_resident(const transfer::SelectionView& selection) {
   for (const LayerState* layer : layers_) {
     marked_.emplace_back(static_cast<std::size_t>(layer->pages.size()));
   }
-  for (int r = 0; r < request_.rows.count; ++r) {
-    const transfer::QueryRow& row = request_.rows[r];
-    const auto s = static_cast<std::size_t>(row.sequence);
+  for (int r = 0; r < request_.query_batch.count; ++r) {
+    const transfer::QueryToken& query = request_.query_batch[r];
+    const auto s = static_cast<std::size_t>(query.sequence);
     const transfer::AttendedSpans spans =
-        transfer::attended_spans(request_.rule, counters_[s].length, row);
-    add_needed(row.sequence, 0, spans.sink_end);
-    add_needed(row.sequence, spans.tail_begin, spans.visible);
+        transfer::attended_spans(request_.rule, counters_[s].length, query);
+    add_needed(query.sequence, 0, spans.sink_end);
+    add_needed(query.sequence, spans.tail_begin, spans.visible);
     for (int head = 0; selection.ids != nullptr && head < request_.kv.kv_heads; ++head) {
       for (const std::int32_t id :
            ids_[static_cast<std::size_t>(r * request_.kv.kv_heads + head)]) {
-        add_needed(row.sequence, id, id + 1);
+        add_needed(query.sequence, id, id + 1);
       }
     }
   }
@@ -169,10 +169,10 @@ bool TieredLaunch::hold(int sequence, std::span<const std::int64_t> tokens) {
 
 void ensure_static_resident(transfer::Stream& stream, EngineState& engine,
                             std::span<LayerState* const> layers, const transfer::SpanRule& rule,
-                            const transfer::QueryBatch& rows) {
+                            const transfer::QueryBatch& query_batch) {
   if (TieredLaunch::all_resident(stream, layers)) return;
   const attention::AttendRequest request{
-      .kv = engine.kv, .rule = rule, .sequences = {}, .rows = rows, .places = {}};
+      .kv = engine.kv, .rule = rule, .sequences = {}, .query_batch = query_batch, .places = {}};
   TieredLaunch launch(stream, engine, layers, request);
   if (!launch.ensure_resident({})) fail_too_many(engine, launch.needed_.size());
 }

@@ -20,11 +20,11 @@ namespace kvtier::runtime {
 [[noreturn]] void fail_too_many(const EngineState& engine, std::size_t needed);
 
 /// Restores the pages of the tokens that `rows` always attend, because a recall target weighs these
-/// before it selects. `layers`: those of the rows' sequences, in their order. Throws
+/// before it selects. `layers`: those of the queries' sequences, in their order. Throws
 /// `kResourceExhausted` when they are too many.
 void ensure_static_resident(transfer::Stream& stream, EngineState& engine,
                             std::span<LayerState* const> layers, const transfer::SpanRule& rule,
-                            const transfer::QueryBatch& rows);
+                            const transfer::QueryBatch& query_batch);
 
 /// One launch of attention over layers whose pages may be evicted, in these steps: `all_resident`
 /// tells whether there is anything to do, `ensure_resident` waits for the pages, and where it says
@@ -62,14 +62,14 @@ class TieredLaunch final : private attention::RowSource {
   friend void ensure_static_resident(transfer::Stream& stream, EngineState& engine,
                                      std::span<LayerState* const> layers,
                                      const transfer::SpanRule& rule,
-                                     const transfer::QueryBatch& rows);
+                                     const transfer::QueryBatch& query_batch);
 
   transfer::Stream& stream_;
   EngineState& engine_;
   std::span<LayerState* const> layers_;
   const attention::AttendRequest& request_;
   std::vector<transfer::SequenceCounters> counters_;  ///< By sequence.
-  std::vector<std::int32_t> counts_;                  ///< Of the selection, `[rows][kv_heads]`.
+  std::vector<std::int32_t> counts_;                  ///< Of the selection, `[queries][kv_heads]`.
   std::vector<std::vector<std::int32_t>> ids_;        ///< By (query, KV head).
   std::vector<Page*> needed_;
   std::vector<std::vector<bool>> marked_;  ///< Pages in `needed_`, by sequence.

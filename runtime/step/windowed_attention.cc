@@ -82,17 +82,17 @@ WindowedAttention::WindowedAttention(transfer::Stream& stream, EngineState& engi
   request_.rule = {};
   request_.flags = nullptr;  // `count_rows` does
   request_.k_known = false;
-  for (int r = 0; r < request.rows.count; ++r) {
-    request_.rows[r].dense_from = kEverything;
+  for (int r = 0; r < request.query_batch.count; ++r) {
+    request_.query_batch[r].dense_from = kEverything;
     for (int head = 0; head < request.kv.kv_heads; ++head) {
-      const transfer::QueryRow& row = request.rows[r];
+      const transfer::QueryToken& query = request.query_batch[r];
       const std::size_t i = lists_.size();
-      const std::int64_t length = reading.counters[static_cast<std::size_t>(row.sequence)].length;
-      List list{.spans = attended_spans(request.rule, length, row),
+      const std::int64_t length = reading.counters[static_cast<std::size_t>(query.sequence)].length;
+      List list{.spans = attended_spans(request.rule, length, query),
                 .ids = {},
                 .masks = {},
                 .biases = {},
-                .sequence = row.sequence};
+                .sequence = query.sequence};
       if (!reading.ids.empty()) {
         list.ids = reading.ids[i];
         list.masks = reading.masks[i];
@@ -113,7 +113,7 @@ WindowedAttention::WindowedAttention(transfer::Stream& stream, EngineState& engi
 }
 
 std::size_t WindowedAttention::results_bytes() const {
-  const std::int64_t heads = std::int64_t{request_.rows.count} * request_.kv.query_heads;
+  const std::int64_t heads = std::int64_t{request_.query_batch.count} * request_.kv.query_heads;
   const std::int64_t floats = heads * request_.kv.head_dim + ceil_div(heads, kListUnit) * kListUnit;
   return static_cast<std::size_t>(floats) * sizeof(float);
 }
@@ -121,8 +121,8 @@ std::size_t WindowedAttention::results_bytes() const {
 WindowedAttention::Results WindowedAttention::take_results() {
   Results results;
   results.out = reinterpret_cast<float*>(memory_);
-  results.lse = results.out +
-                std::int64_t{request_.rows.count} * request_.kv.query_heads * request_.kv.head_dim;
+  results.lse = results.out + std::int64_t{request_.query_batch.count} * request_.kv.query_heads *
+                                  request_.kv.head_dim;
   memory_ += results_bytes();
   bytes_left_ -= results_bytes();
   return results;
@@ -175,7 +175,7 @@ void WindowedAttention::attend_until(std::span<const std::int64_t> ends) {
       both.push({sum_.out, sum_.lse});
       both.push({part_.out, part_.lse});
       attention::merge_results(stream_, both,
-                               std::int64_t{request_.rows.count} * request_.kv.query_heads,
+                               std::int64_t{request_.query_batch.count} * request_.kv.query_heads,
                                request_.kv.head_dim, sum_.out, DType::kFloat32, sum_.lse);
     }
     begun_ = true;
@@ -235,14 +235,14 @@ void WindowedAttention::launch(const transfer::SelectionView& selection, const R
     transfer::verify_rows(stream_, engine_.kv,
                           {.sequences = request_.sequences,
                            .flags = session_flags_,
-                           .rows = request_.rows,
+                           .query_batch = request_.query_batch,
                            .selection = selection,
                            .rule = request_.rule,
                            .frames = engine_.pools.frame_checks});
   }
   attention::OutputBatch outputs;
   const std::int64_t heads = request_.kv.query_heads;
-  for (std::int64_t r = 0; r < request_.rows.count; ++r) {
+  for (std::int64_t r = 0; r < request_.query_batch.count; ++r) {
     outputs.push({.out = to.out + r * heads * request_.kv.head_dim,
                   .dtype = DType::kFloat32,
                   .head_stride = request_.kv.head_dim,

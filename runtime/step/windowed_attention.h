@@ -26,7 +26,7 @@ class WindowedAttention {
     int sequence = 0;
     std::int64_t page = 0;
   };
-  /// What a launch attends to, read back from the device. Lists are in the order of (query row, KV
+  /// What a launch attends to, read back from the device. Lists are in the order of (query, KV
   /// head); without a selection there are none.
   struct Reading {
     std::span<const transfer::SequenceCounters> counters;  ///< By sequence.
@@ -49,7 +49,7 @@ class WindowedAttention {
   void attend(const attention::OutputBatch& outputs, const Hold& hold);
 
  private:
-  /// The tokens of one (query row, KV head), ascending, and how many have been attended to.
+  /// The tokens of one (query, KV head), ascending, and how many have been attended to.
   struct List {
     transfer::AttendedSpans spans;
     std::span<const std::int32_t> ids;
@@ -67,7 +67,7 @@ class WindowedAttention {
     /// How many of the next `most` tokens are before `end`.
     [[nodiscard]] std::int64_t before(std::int64_t end, std::int64_t most) const;
   };
-  /// Results of all query rows, contiguous.
+  /// Results of all queries, contiguous.
   struct Results {
     float* out = nullptr;
     float* lse = nullptr;

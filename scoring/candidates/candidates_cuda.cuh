@@ -6,13 +6,13 @@
 #include <cstdint>
 
 /// The first half of `choose` (candidates/choose_cuda.cu): a cluster of blocks counts the
-/// candidates of a (row, KV head), numbers them in token order, gives every block its share, and
+/// candidates of a (query, KV head), numbers them in token order, gives every block its share, and
 /// finds the exact normalisers of the heads.
 namespace kvtier::scoring::cuda {
 
 inline constexpr int kChooseThreads = 1024;
 inline constexpr int kChooseWarps = kChooseThreads / 32;
-/// Most blocks of a cluster, which serves one (row, KV head).
+/// Most blocks of a cluster, which serves one (query, KV head).
 inline constexpr unsigned kChooseBlocks = 8;
 
 static_assert(kChooseWarps >= kMaxGroup, "a warp per set");
@@ -52,8 +52,8 @@ struct ChooseShape {
   bool again;
 };
 
-/// One block's view of a (row, KV head). kTogether: one set for all heads; kLogit: logit-like
-/// values; kGroup 0: the number of heads is read at run time.
+/// One block's view of a (query, KV head). kTogether: one selection for all heads; kLogit:
+/// logit-like values; kGroup 0: the number of heads is read at run time.
 template <bool kTogether, bool kLogit, int kGroup>
 struct ChooseWork {
   const FilterArgs& args;
@@ -63,7 +63,7 @@ struct ChooseWork {
   unsigned rank;
   std::uint32_t k;
   std::uint32_t first;       // segment
-  std::uint32_t segments;    // of the row
+  std::uint32_t segments;    // of the query
   std::uint32_t per_thread;  // quads of segments
 
   /// Of the keys that equal the k-th best, how many are taken.
@@ -76,7 +76,7 @@ struct ChooseWork {
   [[nodiscard]] __device__ const float* values() const {
     return args.values + group_index * args.max_tokens * group();
   }
-  /// Counts of segments by four, of which some may be of other rows.
+  /// Counts of segments by four, of which some may be of other queries.
   [[nodiscard]] __device__ std::uint32_t* counts() const {
     return args.filter.counts + group_index * args.segments + first / 4 * 4;
   }
@@ -117,7 +117,7 @@ __device__ std::uint32_t count_candidates(const ChooseWork<kTogether, kLogit, kG
   const auto thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   const int warp = thread / 32;
-  if (threadIdx.x < 8) {  // segments of no row are empty
+  if (threadIdx.x < 8) {  // segments of no query are empty
     const std::uint32_t before = work.first % 4;
     const std::uint32_t at = thread < 4 ? threadIdx.x : before + work.segments + threadIdx.x - 4;
     if ((thread < 4 && at < before) || (thread >= 4 && at < work.quads() * 4)) {

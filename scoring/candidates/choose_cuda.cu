@@ -324,7 +324,7 @@ __device__ void write_selection(const Work& work, const Candidates& candidates) 
 
 #endif
 
-// A cluster per (row, KV head); its blocks have equal shares of the candidates. Dynamic shared
+// A cluster per (query, KV head); its blocks have equal shares of the candidates. Dynamic shared
 // memory: a block's bins, totals of two rounds, then places and keys. In most steps the blocks
 // exchange four things: the sums of shares, the counts in bins, twice, and the numbers of chosen
 // candidates. Each waits for all the others' part before it sends the next.
@@ -349,15 +349,15 @@ __global__ __launch_bounds__(kChooseThreads,
   for (int i = static_cast<int>(threadIdx.x); i < 3 * words / 4; i += kChooseThreads) {
     reinterpret_cast<uint4*>(dynamic)[i] = make_uint4(0, 0, 0, 0);
   }
-  const auto row = static_cast<int>(blockIdx.y);
+  const auto query_index = static_cast<int>(blockIdx.y);
   const std::int64_t group_index =
-      std::int64_t{row} * args.request.kv.kv_heads + blockIdx.x / shape.blocks;
+      std::int64_t{query_index} * args.request.kv.kv_heads + blockIdx.x / shape.blocks;
   const unsigned rank = blockIdx.x % shape.blocks;
   cluster_arrive();
   transfer::cuda::wait_for_previous();
 
   if (shape.again && args.filter.groups[group_index].again == 0) return;
-  const RowPlan& plan = args.plans[row];
+  const QueryPlan& plan = args.plans[query_index];
   const std::int64_t k = plan.k;
   if (k <= 0) {
     if (rank == 0 && threadIdx.x == 0) {
@@ -465,7 +465,7 @@ void enqueue_choose(cudaStream_t stream, const FilterArgs& args, bool again) {
   const int group = request.kv.group();
   const bool together = request.params.selection == Selection::kPerKvHead || group == 1;
   const auto sets = static_cast<unsigned>(together ? 1 : group);
-  const auto groups = static_cast<unsigned>(request.kv.kv_heads * request.rows.count);
+  const auto groups = static_cast<unsigned>(request.kv.kv_heads * request.query_batch.count);
   const auto processors = static_cast<unsigned>(device_attribute(cudaDevAttrMultiProcessorCount));
   // Many groups keep the device busy with fewer blocks each; a cluster has two at least.
   unsigned blocks = kChooseBlocks;
@@ -481,7 +481,7 @@ void enqueue_choose(cudaStream_t stream, const FilterArgs& args, bool again) {
   KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          static_cast<int>(kSharedBytes)));
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * blocks,
-                  static_cast<unsigned>(request.rows.count));
+                  static_cast<unsigned>(request.query_batch.count));
   transfer::cuda::launch_overlapping_clusters(stream, kernel, grid, blocks, kChooseThreads,
                                               kSharedBytes, args, shape);
 }

@@ -7,7 +7,7 @@
 /// Every head's value of every token.
 namespace kvtier::scoring::cuda {
 
-/// What the pass needs of a (row, KV head), in shared memory.
+/// What the pass needs of a (query, KV head), in shared memory.
 struct GroupState {
   FilterHead heads[kMaxGroup];
   HeadFactors factors[kMaxGroup];
@@ -44,7 +44,7 @@ struct SoftCollisions {
 /// Goes through the warp's segments of a span: writes candidates and the heads' sums of shares.
 template <typename Collisions>
 __device__ void head_segments(const FilterArgs& args, const GroupState& state, const Span& span,
-                              const RowPlan& plan, const Start<Collisions::kHeld>& first,
+                              const QueryPlan& plan, const Start<Collisions::kHeld>& first,
                               const Collisions& collisions_of) {
   const SelectRequest& request = args.request;
   const hashing::SketchGeometry& sketch = request.sketch;

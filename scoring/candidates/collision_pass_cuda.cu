@@ -23,7 +23,7 @@ __global__ __launch_bounds__(kPassThreads,
     __syncthreads();  // the tables of the span before are no longer read
     const std::int64_t first_head = span.group_index * group;
     open_group(args, first_head, group, state);
-    const RowPlan plan = args.plans[span.row];
+    const QueryPlan plan = args.plans[span.query_index];
     const Start<kP10L60> first(request.sketch, plan, span);
     if constexpr (kP10L60) {
       P10L60Entries(args.tables, first_head, group).store_pairs(tables);
@@ -38,7 +38,7 @@ __global__ __launch_bounds__(kPassThreads,
 /// Segments of a tile: no fewer than blocks need to have equal shares.
 int choose_tile(const SelectRequest& request, int blocks) {
   const std::int64_t segments = (request.max_length + kSegmentTokens - 1) / kSegmentTokens;
-  const std::int64_t heads = std::int64_t{request.rows.count} * request.kv.kv_heads;
+  const std::int64_t heads = std::int64_t{request.query_batch.count} * request.kv.kv_heads;
   const auto share = [&](int tile) {  // of the block with the most
     const std::int64_t tiles = (segments + tile - 1) / tile * heads;
     return (tiles + blocks - 1) / blocks * tile;
@@ -48,11 +48,11 @@ int choose_tile(const SelectRequest& request, int blocks) {
   return tile;
 }
 
-/// Blocks of a pass. Where they have little to do each, no block crosses from one (row, KV head) to
-/// the next, at equal lengths: it would fill its tables twice.
+/// Blocks of a pass. Where they have little to do each, no block crosses from one (query, KV head)
+/// to the next, at equal lengths: it would fill its tables twice.
 int choose_blocks(const SelectRequest& request) {
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
-  const int heads = request.rows.count * request.kv.kv_heads;
+  const int heads = request.query_batch.count * request.kv.kv_heads;
   const int whole = processors / heads * heads;
   const std::int64_t segments = request.max_length / kSegmentTokens * heads;
   // H200: tables take some microseconds, a segment of a block a little less than one.

@@ -7,10 +7,10 @@
 namespace kvtier::scoring::cuda {
 namespace {
 
-/// One set per KV head, scores that are sums of collisions. Such a set ranks by a sum over heads,
-/// sum_h r_h A_h[high] B_h[low] with r the references, which four heads' entries in bytes give in
-/// one dot product. Bytes are rounded up, so that no token's sum is below its true one, and only
-/// tokens that may reach the threshold are scored head by head.
+/// One selection per KV head, scores that are sums of collisions. Such a set ranks by a sum over
+/// heads, sum_h r_h A_h[high] B_h[low] with r the references, which four heads' entries in bytes
+/// give in one dot product. Bytes are rounded up, so that no token's sum is below its true one, and
+/// only tokens that may reach the threshold are scored head by head.
 ///
 /// The normalisers need every head's sum over all tokens. Those of candidates are added up, and
 /// each other token counts with the mean of those in the sample that are below the threshold, as
@@ -201,7 +201,7 @@ struct SumShared {
 };
 
 struct SumState {
-  RowPlan plan;
+  QueryPlan plan;
   TableShape shape;
   int group;
   float unit;  // upper bound of a share, per unit of the byte sums
@@ -389,7 +389,7 @@ __device__ void sum_segments(const FilterArgs& args, SumShared& shared, const Sp
 }
 
 /// Reads what the sample tells of tokens below the threshold. One warp.
-__device__ void read_others(const FilterArgs& args, const RowPlan& plan, std::int64_t first_head,
+__device__ void read_others(const FilterArgs& args, const QueryPlan& plan, std::int64_t first_head,
                             int group, float threshold, bool again, SumShared& shared) {
   const int head = static_cast<int>(threadIdx.x);
   // Lane 4 b + h reads what block b tells of head h.
@@ -465,7 +465,7 @@ __global__ __launch_bounds__(kPassThreads, 1) void sum_pass(const __grid_constan
   for_each_span(args, shared.spans, tile_segments, again, [&](const Span& span) {
     __syncthreads();  // the tables of the span before are no longer read
     const std::int64_t first_head = span.group_index * group;
-    const RowPlan plan = args.plans[span.row];
+    const QueryPlan plan = args.plans[span.query_index];
     const float threshold = args.filter.groups[span.group_index].threshold;
     open_group(args, first_head, group, shared.state);
     auto* entries = reinterpret_cast<float*>(queue);  // which is empty as yet

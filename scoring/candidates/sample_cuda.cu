@@ -192,7 +192,7 @@ __device__ void measure_others(const FilterArgs& args, const Division& mine, con
   args.filter.others[(sample.first_head + threadIdx.x) * kSampleBlocks + sample.rank] = all;
 }
 
-// Cluster per (row, KV head).
+// Cluster per (query, KV head).
 template <typename Scorer>
 __global__ KVTIER_CLUSTER(kSampleBlocks)
     __launch_bounds__(kSampleThreads, 1) void take_sample(const __grid_constant__ FilterArgs args) {
@@ -204,11 +204,11 @@ __global__ KVTIER_CLUSTER(kSampleBlocks)
   const cg::cluster_group cluster = cg::this_cluster();
   const SelectRequest& request = args.request;
   const int kv_head = static_cast<int>(blockIdx.y);
-  const int row = static_cast<int>(blockIdx.z);
+  const int query_index = static_cast<int>(blockIdx.z);
   const int group = request.kv.group();
-  const std::int64_t group_index = std::int64_t{row} * request.kv.kv_heads + kv_head;
+  const std::int64_t group_index = std::int64_t{query_index} * request.kv.kv_heads + kv_head;
   const typename Scorer::Early early(args.tables, group_index * group, group);
-  Sample sample{.plan = plan_of_row(args, row),
+  Sample sample{.plan = plan_of_query(args, query_index),
                 .first_head = group_index * group,
                 .total = 0,
                 .per_block = 0,
@@ -218,7 +218,7 @@ __global__ KVTIER_CLUSTER(kSampleBlocks)
   const std::int64_t eligible = sample.plan.end - sample.plan.begin;
   if (sample.rank == 0 && threadIdx.x == 0) {
     if (kv_head == 0) {
-      args.plans[row] = sample.plan;
+      args.plans[query_index] = sample.plan;
       if (eligible > 0 && request.flags != nullptr) {
         atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->tokens_scored),
                   static_cast<unsigned long long>(eligible * request.kv.kv_heads));
@@ -340,7 +340,7 @@ void enqueue_sample(cudaStream_t stream, const FilterArgs& args) {
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
       most_table_bytes(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin))));
   const dim3 grid(kSampleBlocks, static_cast<unsigned>(request.kv.kv_heads),
-                  static_cast<unsigned>(request.rows.count));
+                  static_cast<unsigned>(request.query_batch.count));
   transfer::cuda::launch_overlapping(stream, kernel, grid, kSampleThreads,
                                      static_cast<std::size_t>(shared), args);
 }

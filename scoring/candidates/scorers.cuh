@@ -33,7 +33,7 @@ struct SampleShared {
 
 /// What a block samples.
 struct Sample {
-  RowPlan plan;
+  QueryPlan plan;
   std::int64_t first_head;
   std::int64_t total;  // of the cluster
   std::int64_t per_block;

@@ -105,10 +105,10 @@ void norm_aware(const ScoreParams& params, const float* projections, float* entr
 namespace cpu {
 
 void build_query_tables(const ScoreParams& params, const hashing::PlanesView& planes,
-                        const float* queries, int num_rows, int query_heads, float* entries,
+                        const float* queries, int num_queries, int query_heads, float* entries,
                         QueryScalars* scalars) {
   const std::int64_t per_head = entries_per_head(params);
-  const std::int64_t heads = std::int64_t{num_rows} * query_heads;
+  const std::int64_t heads = std::int64_t{num_queries} * query_heads;
   transfer::parallel_for(heads, 1, [&](std::int64_t begin, std::int64_t end) {
     alignas(64) Projections projections;
     for (std::int64_t i = begin; i < end; ++i) {

@@ -56,7 +56,7 @@ struct Moments {
 // Turns the scores into logits, which have no value norm; tokens without a score stay lowest.
 Moments read_logits(const RecallGroup& group, int head, std::vector<float>& logits) {
   const SelectRequest& request = group.request;
-  std::byte* const* blocks = request.sketches[request.rows[group.row].sequence];
+  std::byte* const* blocks = request.sketches[request.query_batch[group.query_index].sequence];
   const bool weighted = request.params.weighting == ValueWeighting::kLogit;
   const float* scores = group.scores + head * group.head_stride;
   std::vector<float> key(hashing::kBlockTokens);
@@ -101,11 +101,12 @@ Moments read_logits(const RecallGroup& group, int head, std::vector<float>& logi
 double log_of_static(const SelectRequest& request, const HeadIndex& at,
                      const transfer::AttendedSpans& spans, ValueWeighting weighting) {
   const transfer::KvGeometry& kv = request.kv;
-  const transfer::SequenceView& sequence = request.sequences[request.rows[at.row].sequence];
+  const transfer::SequenceView& sequence =
+      request.sequences[request.query_batch[at.query_index].sequence];
   const std::int64_t resident_begin = sequence.counters->resident_begin;
   const std::int64_t query_head = std::int64_t{at.kv_head} * kv.group() + at.head;
   const float* query =
-      request.queries + (at.row * std::int64_t{kv.query_heads} + query_head) * kv.head_dim;
+      request.queries + (at.query_index * std::int64_t{kv.query_heads} + query_head) * kv.head_dim;
   const auto dim = static_cast<std::size_t>(kv.head_dim);
   std::vector<float> row(2 * dim);
   double sum = kNone;
@@ -149,7 +150,7 @@ void EstimatedMass::estimate(const RecallGroup& group, int head) {
   to_weights(result.weights.data(), num_eligible_, static_cast<float>(slope),
              static_cast<float>(base - result.max));
   const double log_eligible = std::log(sum_of(result.weights)) + result.max;
-  const double static_log = log_of_static(group.request, {group.row, group.kv_head, head},
+  const double static_log = log_of_static(group.request, {group.query_index, group.kv_head, head},
                                           group.spans, ValueWeighting::kNone);
   result.log_total = log_add(static_log, log_eligible);
 }
@@ -201,11 +202,11 @@ float EstimatedMass::log_of_rest(int head, const std::int32_t* ids, const std::u
 }
 
 void export_missed(const MissedBatch& batch, int query_heads, const float* rest_logs) {
-  for (int row = 0; row < batch.count; ++row) {
-    const MissedItem& item = batch[row];
+  for (int query_index = 0; query_index < batch.count; ++query_index) {
+    const MissedItem& item = batch[query_index];
     if (item.missed == nullptr) continue;
     for (int head = 0; head < query_heads; ++head) {
-      const float rest = rest_logs[row * query_heads + head];
+      const float rest = rest_logs[query_index * query_heads + head];
       const float lse = item.lse[head * item.lse_stride];
       item.missed[head * item.missed_stride] = rest > -std::numeric_limits<float>::infinity()
                                                    ? 1.0F / (1.0F + std::exp(lse - rest))

@@ -12,7 +12,7 @@ namespace kvtier::scoring::cpu {
 
 /// A query head of the group of a KV head.
 struct HeadIndex {
-  int row = 0;
+  int query_index = 0;
   int kv_head = 0;
   int head = 0;  ///< Of the group.
 };
@@ -22,13 +22,13 @@ struct HeadIndex {
 [[nodiscard]] double log_of_static(const SelectRequest& request, const HeadIndex& at,
                                    const transfer::AttendedSpans& spans, ValueWeighting weighting);
 
-/// The norm-aware scores of one (query row, KV head). Refers to the request and the recall
+/// The norm-aware scores of one (query, KV head). Refers to the request and the recall
 /// parameters.
 struct RecallGroup {
   const SelectRequest& request;
   const RecallParams& recall_params;
   const QueryScalars* scalars = nullptr;  ///< `[group]`
-  int row = 0;
+  int query_index = 0;
   int kv_head = 0;
   transfer::AttendedSpans spans;
   const float* scores = nullptr;  ///< Of the eligible tokens, head h at `h * head_stride`.
@@ -66,7 +66,7 @@ class EstimatedMass {
   std::vector<Head> heads_;
 };
 
-/// Writes rest / (rest + e^lse) of each query head, with rest_logs `[rows][query_heads]`.
+/// Writes rest / (rest + e^lse) of each query head, with rest_logs `[queries][query_heads]`.
 void export_missed(const MissedBatch& batch, int query_heads, const float* rest_logs);
 
 }  // namespace kvtier::scoring::cpu

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-/// Scores of the CPU backend, one tile of tokens of one (query row, KV head) at a time.
+/// Scores of the CPU backend, one tile of tokens of one (query, KV head) at a time.
 namespace kvtier::scoring::cpu {
 
 /// Tokens of a tile. Tiles are aligned, so a tile lies in one sketch block.
@@ -17,7 +17,7 @@ inline constexpr int kLanes = 4;
 
 static_assert(hashing::kBlockTokens % kTileTokens == 0);
 
-/// The query heads of one (query row, KV head).
+/// The query heads of one (query, KV head).
 struct GroupQuery {
   const float* entries = nullptr;  ///< `[group][entries_per_head]`
   const QueryScalars* scalars = nullptr;

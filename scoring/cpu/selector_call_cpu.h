@@ -30,16 +30,16 @@ inline std::int64_t tiles_of(std::int64_t tokens) {
 
 inline std::uint16_t all_heads(int group) { return static_cast<std::uint16_t>((1U << group) - 1U); }
 
-/// One call: the spans of each row, and where each (row, head) has its memory.
+/// One call: the spans of each query, and where each (query, head) has its memory.
 class Call {
  public:
   Call(const SelectRequest& request, const SelectorWorkspace& space)
       : request_(request), space_(space), group_(request.kv.group()) {
-    for (int row = 0; row < request.rows.count; ++row) {
-      const transfer::QueryRow& query = request.rows[row];
+    for (int query_index = 0; query_index < request.query_batch.count; ++query_index) {
+      const transfer::QueryToken& query = request.query_batch[query_index];
       const std::int64_t length = request.sequences[query.sequence].counters->length;
       assert(length <= space.limits.max_tokens);
-      AttendedSpans& spans = spans_[static_cast<std::size_t>(row)];
+      AttendedSpans& spans = spans_[static_cast<std::size_t>(query_index)];
       spans = transfer::attended_spans(request.rule, length, query);
       if (spans.num_eligible() > 0) max_tiles_ = std::max(max_tiles_, tiles_of(spans.eligible_end));
     }
@@ -47,10 +47,10 @@ class Call {
 
   [[nodiscard]] const SelectRequest& request() const { return request_; }
   [[nodiscard]] const transfer::SelectionView& selection() const { return space_.selection; }
-  [[nodiscard]] const AttendedSpans& spans(int row) const {
-    return spans_[static_cast<std::size_t>(row)];
+  [[nodiscard]] const AttendedSpans& spans(int query_index) const {
+    return spans_[static_cast<std::size_t>(query_index)];
   }
-  [[nodiscard]] int rows() const { return request_.rows.count; }
+  [[nodiscard]] int num_queries() const { return request_.query_batch.count; }
   [[nodiscard]] int group() const { return group_; }
   [[nodiscard]] int kv_heads() const { return request_.kv.kv_heads; }
   [[nodiscard]] int query_heads() const { return request_.kv.query_heads; }
@@ -63,69 +63,76 @@ class Call {
   [[nodiscard]] bool per_sequence() const {
     return request_.params.selection == Selection::kPerSequence;
   }
-  /// Scores that order the tokens of a set that heads share. Normalising one head keeps its order,
-  /// but not every last bit of it.
-  [[nodiscard]] float* order(int row, int kv_head) const {
-    return group_ == 1 && !per_sequence() ? scores(row, kv_head) : combined(row, kv_head);
+  /// Scores that order the tokens of a selection that heads share. Normalising one head keeps its
+  /// order, but not every last bit of it.
+  [[nodiscard]] float* order(int query_index, int kv_head) const {
+    return group_ == 1 && !per_sequence() ? scores(query_index, kv_head)
+                                          : combined(query_index, kv_head);
   }
 
-  [[nodiscard]] GroupQuery group_query(int row, int kv_head) const {
-    const std::int64_t head = std::int64_t{row} * query_heads() + std::int64_t{kv_head} * group_;
-    const std::size_t slot = static_cast<std::size_t>(row * kv_heads() + kv_head);
+  [[nodiscard]] GroupQuery group_query(int query_index, int kv_head) const {
+    const std::int64_t head =
+        std::int64_t{query_index} * query_heads() + std::int64_t{kv_head} * group_;
+    const std::size_t slot = static_cast<std::size_t>(query_index * kv_heads() + kv_head);
     return {.entries = space_.tables.entries + head * space_.tables.entries_per_head,
             .scalars = space_.tables.scalars + head,
             .group = group_,
             .prepared = space_.scratch + slot * aligned(prepared_bytes(group_))};
   }
   /// Scores of the first head of a group.
-  [[nodiscard]] float* scores(int row, int kv_head) const {
+  [[nodiscard]] float* scores(int query_index, int kv_head) const {
     return space_.scores +
-           (std::int64_t{row} * query_heads() + std::int64_t{kv_head} * group_) * max_tokens();
+           (std::int64_t{query_index} * query_heads() + std::int64_t{kv_head} * group_) *
+               max_tokens();
   }
-  [[nodiscard]] float* combined(int row, int kv_head) const {
-    return space_.combined + (std::int64_t{row} * kv_heads() + kv_head) * max_tokens();
+  [[nodiscard]] float* combined(int query_index, int kv_head) const {
+    return space_.combined + (std::int64_t{query_index} * kv_heads() + kv_head) * max_tokens();
   }
-  [[nodiscard]] std::uint16_t* token_mask(int row, int kv_head) const {
-    return space_.token_mask + (std::int64_t{row} * kv_heads() + kv_head) * max_tokens();
+  [[nodiscard]] std::uint16_t* token_mask(int query_index, int kv_head) const {
+    return space_.token_mask + (std::int64_t{query_index} * kv_heads() + kv_head) * max_tokens();
   }
   /// Of the first head of a group.
-  [[nodiscard]] float* rest_logs(int row, int kv_head) const {
-    return space_.rest_logs + std::int64_t{row} * query_heads() + std::int64_t{kv_head} * group_;
+  [[nodiscard]] float* rest_logs(int query_index, int kv_head) const {
+    return space_.rest_logs + std::int64_t{query_index} * query_heads() +
+           std::int64_t{kv_head} * group_;
   }
   /// Reductions of the first head of a group, `partial_stride()` apart from the next head's.
-  [[nodiscard]] TilePartial* partials(int row, int kv_head) const {
-    const auto groups = static_cast<std::size_t>(space_.limits.rows * space_.limits.kv_heads);
+  [[nodiscard]] TilePartial* partials(int query_index, int kv_head) const {
+    const auto groups =
+        static_cast<std::size_t>(space_.limits.num_queries * space_.limits.kv_heads);
     auto* base =
         reinterpret_cast<TilePartial*>(space_.scratch + groups * aligned(prepared_bytes(group_)));
-    return base +
-           (std::int64_t{row} * query_heads() + std::int64_t{kv_head} * group_) * partial_stride();
+    return base + (std::int64_t{query_index} * query_heads() + std::int64_t{kv_head} * group_) *
+                      partial_stride();
   }
   [[nodiscard]] std::int64_t partial_stride() const { return tiles_of(max_tokens()); }
 
-  /// Calls body(row, kv_head, first token, count) for the eligible tokens of each tile, in
+  /// Calls body(query_index, kv_head, first token, count) for the eligible tokens of each tile, in
   /// parallel.
   template <typename Body>
   void for_each_tile(const Body& body) const {
-    const std::int64_t pairs = std::int64_t{rows()} * kv_heads();
+    const std::int64_t pairs = std::int64_t{num_queries()} * kv_heads();
     parallel_for(pairs * max_tiles_, kTileGrain, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t i = begin; i < end; ++i) {
         const auto pair = static_cast<int>(i / max_tiles_);
-        const int row = pair / kv_heads();
+        const int query_index = pair / kv_heads();
         const std::int64_t tile = i % max_tiles_ * kTileTokens;
-        const std::int64_t first = std::max(tile, spans(row).sink_end);
-        const std::int64_t last = std::min(tile + kTileTokens, spans(row).eligible_end);
-        if (first < last) body(row, pair % kv_heads(), first, static_cast<int>(last - first));
+        const std::int64_t first = std::max(tile, spans(query_index).sink_end);
+        const std::int64_t last = std::min(tile + kTileTokens, spans(query_index).eligible_end);
+        if (first < last)
+          body(query_index, pair % kv_heads(), first, static_cast<int>(last - first));
       }
     });
   }
-  /// Calls body(row, kv_head) for each pair, in parallel.
+  /// Calls body(query_index, kv_head) for each pair, in parallel.
   template <typename Body>
   void for_each_group(const Body& body) const {
-    parallel_for(std::int64_t{rows()} * kv_heads(), 1, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t i = begin; i < end; ++i) {
-        body(static_cast<int>(i / kv_heads()), static_cast<int>(i % kv_heads()));
-      }
-    });
+    parallel_for(std::int64_t{num_queries()} * kv_heads(), 1,
+                 [&](std::int64_t begin, std::int64_t end) {
+                   for (std::int64_t i = begin; i < end; ++i) {
+                     body(static_cast<int>(i / kv_heads()), static_cast<int>(i % kv_heads()));
+                   }
+                 });
   }
 
  private:
@@ -136,7 +143,7 @@ class Call {
   std::array<AttendedSpans, transfer::kMaxBatch> spans_;
 };
 
-/// Appends to one (row, KV head) of a selection.
+/// Appends to one (query, KV head) of a selection.
 class SelectionWriter {
  public:
   SelectionWriter(const transfer::SelectionView& view, std::int64_t slot)
@@ -172,7 +179,7 @@ class SelectionWriter {
   std::int64_t used_ = 0;
 };
 
-/// Scores the eligible tokens of each (row, KV head), and normalises the heads and combines those
+/// Scores the eligible tokens of each (query, KV head), and normalises the heads and combines those
 /// that share a set; `request.params` says how.
 void score(const Call& call);
 void combine(const Call& call);

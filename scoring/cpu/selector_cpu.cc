@@ -34,10 +34,10 @@ void visit_top_k(const float* scores, std::int64_t count, std::int64_t k, const 
 
 // Writes the tokens of [begin, end) with a mask; `bias_of(head, token)`.
 template <typename BiasOf>
-void write_masked(const Call& call, int row, int kv_head, std::int64_t begin, std::int64_t end,
-                  const BiasOf& bias_of) {
-  const std::uint16_t* mask = call.token_mask(row, kv_head);
-  SelectionWriter writer(call.selection(), std::int64_t{row} * call.kv_heads() + kv_head);
+void write_masked(const Call& call, int query_index, int kv_head, std::int64_t begin,
+                  std::int64_t end, const BiasOf& bias_of) {
+  const std::uint16_t* mask = call.token_mask(query_index, kv_head);
+  SelectionWriter writer(call.selection(), std::int64_t{query_index} * call.kv_heads() + kv_head);
   for (std::int64_t token = begin; token < end; ++token) {
     if (mask[token] == 0) continue;
     writer.add(token, mask[token],
@@ -46,25 +46,25 @@ void write_masked(const Call& call, int row, int kv_head, std::int64_t begin, st
   writer.finish();
 }
 
-// Of ln p where the scores of (row, KV head, h) are what the set is ordered by.
-float log_least(const Call& call, int row, int kv_head, int h) {
+// Of ln p where the scores of (query, KV head, h) are what the set is ordered by.
+float log_least(const Call& call, int query_index, int kv_head, int h) {
   const ScoreParams& params = call.request().params;
   if (params.threshold <= 0.0F) return -std::numeric_limits<float>::infinity();
   if (!call.per_query_head()) return std::log(params.threshold);
-  const std::int64_t first_tile = call.spans(row).sink_end / kTileTokens;
+  const std::int64_t first_tile = call.spans(query_index).sink_end / kTileTokens;
   return std::log(params.threshold) +
-         call.partials(row, kv_head)[h * call.partial_stride() + first_tile].sum;
+         call.partials(query_index, kv_head)[h * call.partial_stride() + first_tile].sum;
 }
 
-void choose_shared(const Call& call, int row, int kv_head, std::int64_t k) {
-  const AttendedSpans& spans = call.spans(row);
-  SelectionWriter writer(call.selection(), std::int64_t{row} * call.kv_heads() + kv_head);
+void choose_shared(const Call& call, int query_index, int kv_head, std::int64_t k) {
+  const AttendedSpans& spans = call.spans(query_index);
+  SelectionWriter writer(call.selection(), std::int64_t{query_index} * call.kv_heads() + kv_head);
   const std::uint16_t mask = all_heads(call.group());
   if (call.prioritised()) {
     if (spans.num_eligible() > 0) {
       const PrioritySet set(priority_key(call.request().params, kv_head), spans.sink_end,
-                            call.combined(row, kv_head) + spans.sink_end, spans.num_eligible(), k,
-                            log_least(call, row, kv_head, 0));
+                            call.combined(query_index, kv_head) + spans.sink_end,
+                            spans.num_eligible(), k, log_least(call, query_index, kv_head, 0));
       set.visit([&](std::int64_t i) {
         writer.add(spans.sink_end + i, mask, [&](int) { return set.bias(i); });
       });
@@ -72,7 +72,7 @@ void choose_shared(const Call& call, int row, int kv_head, std::int64_t k) {
     return writer.finish();
   }
   visit_top_k(
-      call.order(row, kv_head) + spans.sink_end, spans.num_eligible(), k,
+      call.order(query_index, kv_head) + spans.sink_end, spans.num_eligible(), k,
       [&](std::int64_t i) { writer.add(spans.sink_end + i, mask, [](int) { return 0.0F; }); });
   writer.finish();
 }
@@ -80,13 +80,14 @@ void choose_shared(const Call& call, int row, int kv_head, std::int64_t k) {
 // Tokens of each query head of a group.
 using HeadCounts = std::array<std::int64_t, kMaxGroup>;
 
-void choose_per_query_head(const Call& call, int row, int kv_head, const HeadCounts& counts) {
-  const AttendedSpans& spans = call.spans(row);
-  std::uint16_t* mask = call.token_mask(row, kv_head) + spans.sink_end;
+void choose_per_query_head(const Call& call, int query_index, int kv_head,
+                           const HeadCounts& counts) {
+  const AttendedSpans& spans = call.spans(query_index);
+  std::uint16_t* mask = call.token_mask(query_index, kv_head) + spans.sink_end;
   std::fill_n(mask, spans.num_eligible(), std::uint16_t{0});
   std::vector<PrioritySet> sets;
   for (int h = 0; h < call.group() && spans.num_eligible() > 0; ++h) {
-    float* scores = call.scores(row, kv_head) + h * call.max_tokens() + spans.sink_end;
+    float* scores = call.scores(query_index, kv_head) + h * call.max_tokens() + spans.sink_end;
     const auto take = [mask, bit = static_cast<std::uint16_t>(1U << h)](std::int64_t i) {
       mask[i] = static_cast<std::uint16_t>(mask[i] | bit);
     };
@@ -94,55 +95,55 @@ void choose_per_query_head(const Call& call, int row, int kv_head, const HeadCou
     if (call.prioritised()) {
       sets.emplace_back(priority_key(call.request().params, kv_head * call.group() + h),
                         spans.sink_end, scores, spans.num_eligible(), k,
-                        log_least(call, row, kv_head, h));
+                        log_least(call, query_index, kv_head, h));
       sets.back().visit(take);
     } else {
       visit_top_k(scores, spans.num_eligible(), k, take);
     }
   }
-  write_masked(call, row, kv_head, spans.sink_end, spans.eligible_end,
+  write_masked(call, query_index, kv_head, spans.sink_end, spans.eligible_end,
                [&](int h, std::int64_t token) {
                  return sets[static_cast<std::size_t>(h)].bias(token - spans.sink_end);
                });
 }
 
-void choose(const Call& call, int row, int kv_head, std::int64_t k) {
-  if (!call.per_query_head()) return choose_shared(call, row, kv_head, k);
+void choose(const Call& call, int query_index, int kv_head, std::int64_t k) {
+  if (!call.per_query_head()) return choose_shared(call, query_index, kv_head, k);
   HeadCounts counts;
   counts.fill(k);
-  choose_per_query_head(call, row, kv_head, counts);
+  choose_per_query_head(call, query_index, kv_head, counts);
 }
 
 // At most `most` tokens of each set.
-void choose_within(const Call& call, const RecallParams& recall_params, int row, int kv_head,
-                   std::int64_t most) {
-  const AttendedSpans& spans = call.spans(row);
+void choose_within(const Call& call, const RecallParams& recall_params, int query_index,
+                   int kv_head, std::int64_t most) {
+  const AttendedSpans& spans = call.spans(query_index);
   const int group = call.group();
   const EstimatedMass mass({.request = call.request(),
                             .recall_params = recall_params,
-                            .scalars = call.group_query(row, kv_head).scalars,
-                            .row = row,
+                            .scalars = call.group_query(query_index, kv_head).scalars,
+                            .query_index = query_index,
                             .kv_head = kv_head,
                             .spans = spans,
-                            .scores = call.scores(row, kv_head) + spans.sink_end,
+                            .scores = call.scores(query_index, kv_head) + spans.sink_end,
                             .head_stride = call.max_tokens()});
   const auto scores = [&](int h) {
-    return call.scores(row, kv_head) + h * call.max_tokens() + spans.sink_end;
+    return call.scores(query_index, kv_head) + h * call.max_tokens() + spans.sink_end;
   };
   if (call.per_query_head()) {
     HeadCounts counts{};
     for (int h = 0; h < group; ++h) {
       counts[static_cast<std::size_t>(h)] = mass.num_to_keep(scores(h), h, 1, most);
     }
-    choose_per_query_head(call, row, kv_head, counts);
+    choose_per_query_head(call, query_index, kv_head, counts);
   } else {
-    const float* order = call.order(row, kv_head) + spans.sink_end;
-    choose_shared(call, row, kv_head, mass.num_to_keep(order, 0, group, most));
+    const float* order = call.order(query_index, kv_head) + spans.sink_end;
+    choose_shared(call, query_index, kv_head, mass.num_to_keep(order, 0, group, most));
   }
   const transfer::SelectionView& view = call.selection();
-  const std::int64_t slot = std::int64_t{row} * call.kv_heads() + kv_head;
+  const std::int64_t slot = std::int64_t{query_index} * call.kv_heads() + kv_head;
   for (int h = 0; h < group; ++h) {
-    call.rest_logs(row, kv_head)[h] =
+    call.rest_logs(query_index, kv_head)[h] =
         mass.log_of_rest(h, view.ids + slot * view.capacity, view.head_mask + slot * view.capacity,
                          view.counts[slot]);
   }
@@ -168,14 +169,14 @@ float score_of(const Call& call, float kept, int set, std::int64_t token) {
   return score_of_priority(priority_key(last, set), token, kept);
 }
 
-float best_score(const Call& call, int row, const HeadOfTensor& head, std::int64_t token) {
+float best_score(const Call& call, int query_index, const HeadOfTensor& head, std::int64_t token) {
   if (!call.per_query_head()) {
-    return score_of(call, call.combined(row, head.kv_head)[token], head.kv_head, token);
+    return score_of(call, call.combined(query_index, head.kv_head)[token], head.kv_head, token);
   }
   float best = -std::numeric_limits<float>::infinity();
   for (int h = 0; h < call.group(); ++h) {
     if (((head.mask >> h) & 1) == 0) continue;
-    const float kept = call.scores(row, head.kv_head)[h * call.max_tokens() + token];
+    const float kept = call.scores(query_index, head.kv_head)[h * call.max_tokens() + token];
     best = std::max(best, score_of(call, kept, head.kv_head * call.group() + h, token));
   }
   return best;
@@ -215,13 +216,13 @@ SketchTile tile_of_slots(const SelectRequest& request, int sequence, int kv_head
 
 void score(const Call& call) {
   const SelectRequest& request = call.request();
-  call.for_each_group([&](int row, int kv_head) {
-    if (call.spans(row).num_eligible() > 0) {
-      prepare_group(request.params, call.group_query(row, kv_head));
+  call.for_each_group([&](int query_index, int kv_head) {
+    if (call.spans(query_index).num_eligible() > 0) {
+      prepare_group(request.params, call.group_query(query_index, kv_head));
     }
   });
-  call.for_each_tile([&](int row, int kv_head, std::int64_t first, int count) {
-    const int sequence = request.rows[row].sequence;
+  call.for_each_tile([&](int query_index, int kv_head, std::int64_t first, int count) {
+    const int sequence = request.query_batch[query_index].sequence;
     hashing::SketchGeometry sketch = request.sketch;
     SketchTile tile;
     if (request.slots.blocks != nullptr) {
@@ -233,42 +234,42 @@ void score(const Call& call) {
               .first = static_cast<int>(first % hashing::kBlockTokens),
               .count = count};
     }
-    score_tile(request.params, sketch, call.group_query(row, kv_head), tile,
-               call.scores(row, kv_head) + first, call.max_tokens(),
-               call.partials(row, kv_head) + first / kTileTokens, call.partial_stride());
+    score_tile(request.params, sketch, call.group_query(query_index, kv_head), tile,
+               call.scores(query_index, kv_head) + first, call.max_tokens(),
+               call.partials(query_index, kv_head) + first / kTileTokens, call.partial_stride());
   });
 }
 
 // Normalises the heads, and combines those that share a set.
 void combine(const Call& call) {
   const ScoreParams& params = call.request().params;
-  std::vector<float> totals(static_cast<std::size_t>(call.rows() * call.query_heads()));
-  call.for_each_group([&](int row, int kv_head) {
-    const AttendedSpans& spans = call.spans(row);
+  std::vector<float> totals(static_cast<std::size_t>(call.num_queries() * call.query_heads()));
+  call.for_each_group([&](int query_index, int kv_head) {
+    const AttendedSpans& spans = call.spans(query_index);
     if (spans.num_eligible() == 0) return;
     const std::int64_t first = spans.sink_end / kTileTokens;
-    TilePartial* partials = call.partials(row, kv_head);
+    TilePartial* partials = call.partials(query_index, kv_head);
     for (int h = 0; h < call.group(); ++h) {
       TilePartial* head = partials + h * call.partial_stride();
       float& total = head[first].sum;
       total = merge_partials(params, head + first, tiles_of(spans.eligible_end) - first);
       if (params.threshold > 0.0F) {
         const double static_log =
-            log_of_static(call.request(), {row, kv_head, h}, spans, params.weighting);
+            log_of_static(call.request(), {query_index, kv_head, h}, spans, params.weighting);
         total = static_cast<float>(log_add(static_cast<double>(total), static_log));
       }
-      const int query_head = row * call.query_heads() + kv_head * call.group() + h;
+      const int query_head = query_index * call.query_heads() + kv_head * call.group() + h;
       totals[static_cast<std::size_t>(query_head)] = total;
     }
   });
   if (call.per_query_head()) return;
   const int heads = call.per_sequence() ? call.query_heads() : call.group();
-  call.for_each_tile([&](int row, int kv_head, std::int64_t first, int count) {
+  call.for_each_tile([&](int query_index, int kv_head, std::int64_t first, int count) {
     if (call.per_sequence() && kv_head > 0) return;
-    float* const combined = call.combined(row, kv_head) + first;
-    combine_tile(params, call.scores(row, kv_head) + first, call.max_tokens(),
-                 totals.data() + row * call.query_heads() + kv_head * call.group(), heads, count,
-                 combined);
+    float* const combined = call.combined(query_index, kv_head) + first;
+    combine_tile(params, call.scores(query_index, kv_head) + first, call.max_tokens(),
+                 totals.data() + query_index * call.query_heads() + kv_head * call.group(), heads,
+                 count, combined);
     for (int other = 1; call.per_sequence() && other < call.kv_heads(); ++other) {
       std::copy_n(combined, count, combined + other * call.max_tokens());
     }
@@ -277,9 +278,9 @@ void combine(const Call& call) {
 
 std::size_t scratch_bytes(const SelectorLimits& limits) {
   const auto groups =
-      static_cast<std::size_t>(limits.rows) * static_cast<std::size_t>(limits.kv_heads);
+      static_cast<std::size_t>(limits.num_queries) * static_cast<std::size_t>(limits.kv_heads);
   const auto heads =
-      static_cast<std::size_t>(limits.rows) * static_cast<std::size_t>(limits.query_heads);
+      static_cast<std::size_t>(limits.num_queries) * static_cast<std::size_t>(limits.query_heads);
   const int group = limits.query_heads / limits.kv_heads;
   return groups * aligned(prepared_bytes(group)) +
          aligned(heads * static_cast<std::size_t>(tiles_of(limits.max_tokens)) *
@@ -292,16 +293,16 @@ void select(const SelectRequest& request, const SelectorWorkspace& workspace,
   const Call call(request, workspace);
   score(call);
   if (!call.per_query_head() || request.params.threshold > 0.0F) combine(call);
-  call.for_each_group([&](int row, int kv_head) {
-    const std::int64_t k =
-        transfer::num_to_select(request.params.top_k, request.params.sparsity, call.spans(row));
-    recall_params.active ? choose_within(call, recall_params, row, kv_head, k)
-                         : choose(call, row, kv_head, k);
+  call.for_each_group([&](int query_index, int kv_head) {
+    const std::int64_t k = transfer::num_to_select(request.params.top_k, request.params.sparsity,
+                                                   call.spans(query_index));
+    recall_params.active ? choose_within(call, recall_params, query_index, kv_head, k)
+                         : choose(call, query_index, kv_head, k);
   });
   if (request.flags == nullptr) return;
   std::uint64_t scored = 0;
-  for (int row = 0; row < call.rows(); ++row) {
-    scored += static_cast<std::uint64_t>(call.spans(row).num_eligible() * call.kv_heads());
+  for (int query_index = 0; query_index < call.num_queries(); ++query_index) {
+    scored += static_cast<std::uint64_t>(call.spans(query_index).num_eligible() * call.kv_heads());
   }
   std::atomic_ref(request.flags->tokens_scored).fetch_add(scored, std::memory_order_relaxed);
 }
@@ -309,22 +310,23 @@ void select(const SelectRequest& request, const SelectorWorkspace& workspace,
 void adopt(const SelectRequest& request, const SelectorWorkspace& workspace, const IdTensor& ids,
            const IdFloats& bias) {
   const Call call(request, workspace);
-  call.for_each_group([&](int row, int kv_head) {
-    const AttendedSpans& spans = call.spans(row);
-    std::uint16_t* mask = call.token_mask(row, kv_head);
+  call.for_each_group([&](int query_index, int kv_head) {
+    const AttendedSpans& spans = call.spans(query_index);
+    std::uint16_t* mask = call.token_mask(query_index, kv_head);
     std::fill(mask + spans.sink_end, mask + spans.tail_begin, std::uint16_t{0});
     // Biases wait where the scores of a selection would be.
-    float* biases = call.scores(row, kv_head);
+    float* biases = call.scores(query_index, kv_head);
     for (int head = 0; head < ids.heads; ++head) {
       const HeadOfTensor target = head_of_tensor(call, ids, head);
       if (ids.heads > 1 && target.kv_head != kv_head) continue;
-      const std::int32_t* from = ids.data + row * ids.row_stride + head * ids.head_stride;
+      const std::int32_t* from = ids.data + query_index * ids.query_stride + head * ids.head_stride;
       const int own = ids.heads > call.kv_heads() ? head % call.group() : 0;
       for (std::int64_t i = 0; i < ids.n; ++i) {
         const std::int64_t token = from[i];
         if (token < spans.sink_end || token >= spans.tail_begin) continue;
         if (bias.data != nullptr) {
-          const float given = bias.data[row * bias.row_stride + head * bias.head_stride + i];
+          const float given =
+              bias.data[query_index * bias.query_stride + head * bias.head_stride + i];
           float& kept = biases[own * call.max_tokens() + token];
           const bool again = (mask[token] & target.mask) != 0;
           kept = again ? std::max(kept, given) : given;
@@ -332,7 +334,7 @@ void adopt(const SelectRequest& request, const SelectorWorkspace& workspace, con
         mask[token] = static_cast<std::uint16_t>(mask[token] | target.mask);
       }
     }
-    write_masked(call, row, kv_head, spans.sink_end, spans.tail_begin,
+    write_masked(call, query_index, kv_head, spans.sink_end, spans.tail_begin,
                  [&](int h, std::int64_t token) { return biases[h * call.max_tokens() + token]; });
   });
 }
@@ -341,14 +343,14 @@ void export_ids(const SelectRequest& request, const SelectorWorkspace& workspace
                 const IdTensor& out, const IdFloats& bias) {
   const Call call(request, workspace);
   const transfer::SelectionView& view = workspace.selection;
-  for (int row = 0; row < call.rows(); ++row) {
+  for (int query_index = 0; query_index < call.num_queries(); ++query_index) {
     for (int head = 0; head < out.heads; ++head) {
       const HeadOfTensor source = head_of_tensor(call, out, head);
-      const std::int64_t slot = std::int64_t{row} * call.kv_heads() + source.kv_head;
+      const std::int64_t slot = std::int64_t{query_index} * call.kv_heads() + source.kv_head;
       const int own = view.bias_heads == 1 ? 0 : head % call.group();
-      std::int32_t* to = out.data + row * out.row_stride + head * out.head_stride;
+      std::int32_t* to = out.data + query_index * out.query_stride + head * out.head_stride;
       float* bias_to = bias.data != nullptr
-                           ? bias.data + row * bias.row_stride + head * bias.head_stride
+                           ? bias.data + query_index * bias.query_stride + head * bias.head_stride
                            : nullptr;
       std::int64_t used = 0;
       for (std::int64_t i = 0; i < view.counts[slot] && used < out.n; ++i) {
@@ -366,15 +368,15 @@ void export_ids(const SelectRequest& request, const SelectorWorkspace& workspace
 void export_scores(const SelectRequest& request, const SelectorWorkspace& workspace,
                    const IdTensor& ids, const IdFloats& out) {
   const Call call(request, workspace);
-  for (int row = 0; row < call.rows(); ++row) {
-    const AttendedSpans& spans = call.spans(row);
+  for (int query_index = 0; query_index < call.num_queries(); ++query_index) {
+    const AttendedSpans& spans = call.spans(query_index);
     for (int head = 0; head < ids.heads; ++head) {
       const HeadOfTensor source = head_of_tensor(call, ids, head);
-      const std::int32_t* from = ids.data + row * ids.row_stride + head * ids.head_stride;
-      float* to = out.data + row * out.row_stride + head * out.head_stride;
+      const std::int32_t* from = ids.data + query_index * ids.query_stride + head * ids.head_stride;
+      float* to = out.data + query_index * out.query_stride + head * out.head_stride;
       for (std::int64_t i = 0; i < ids.n; ++i) {
         const bool scored = from[i] >= spans.sink_end && from[i] < spans.eligible_end;
-        to[i] = scored ? best_score(call, row, source, from[i])
+        to[i] = scored ? best_score(call, query_index, source, from[i])
                        : -std::numeric_limits<float>::infinity();
       }
     }

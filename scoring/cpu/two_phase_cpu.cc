@@ -16,15 +16,15 @@ namespace {
 
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-/// One (query row, KV head): its sets, of which there is one, or one for each query head.
+/// One (query, KV head): its sets, of which there is one, or one for each query head.
 class Group {
  public:
-  Group(const Call& coarse, const Call& fine, int row, int kv_head)
+  Group(const Call& coarse, const Call& fine, int query_index, int kv_head)
       : coarse_(coarse),
         fine_(fine),
-        row_(row),
+        query_index_(query_index),
         kv_head_(kv_head),
-        spans_(coarse.spans(row)),
+        spans_(coarse.spans(query_index)),
         count_(spans_.num_eligible()),
         sets_(coarse.per_query_head() ? coarse.group() : 1),
         masks_(static_cast<std::size_t>(count_)),
@@ -49,14 +49,15 @@ class Group {
   /// orders a set becomes ln p of this phase and the bias of the first.
   void score_candidates() {
     const SelectRequest& request = fine_.request();
-    const GroupQuery query = fine_.group_query(row_, kv_head_);
+    const GroupQuery query = fine_.group_query(query_index_, kv_head_);
     prepare_group(request.params, query);
-    std::byte* const* blocks = request.sketches[request.rows[row_].sequence];
+    std::byte* const* blocks = request.sketches[request.query_batch[query_index_].sequence];
     const int group = fine_.group();
     std::array<float, kMaxGroup> totals{}, scores{};
     std::array<TilePartial, kMaxGroup> unused{};
     for (int h = 0; h < group; ++h) {
-      const TilePartial* partials = coarse_.partials(row_, kv_head_) + h * coarse_.partial_stride();
+      const TilePartial* partials =
+          coarse_.partials(query_index_, kv_head_) + h * coarse_.partial_stride();
       totals[static_cast<std::size_t>(h)] = partials[spans_.sink_end / kTileTokens].sum;
     }
     for (std::int64_t i = 0; i < count_; ++i) {
@@ -93,7 +94,8 @@ class Group {
       sets.back().visit(
           [&](std::int64_t i) { mask(i) = static_cast<std::uint16_t>(mask(i) | heads); });
     }
-    SelectionWriter writer(fine_.selection(), std::int64_t{row_} * fine_.kv_heads() + kv_head_);
+    SelectionWriter writer(fine_.selection(),
+                           std::int64_t{query_index_} * fine_.kv_heads() + kv_head_);
     for (std::int64_t i = 0; i < count_; ++i) {
       if (mask(i) == 0) continue;
       writer.add(spans_.sink_end + i, mask(i), [&](int s) {
@@ -108,8 +110,8 @@ class Group {
   [[nodiscard]] int set_index(int s) const { return kv_head_ * sets_ + s; }
   [[nodiscard]] float* order(int s) const {
     float* first = coarse_.per_query_head()
-                       ? coarse_.scores(row_, kv_head_) + s * coarse_.max_tokens()
-                       : coarse_.combined(row_, kv_head_);
+                       ? coarse_.scores(query_index_, kv_head_) + s * coarse_.max_tokens()
+                       : coarse_.combined(query_index_, kv_head_);
     return first + spans_.sink_end;
   }
   [[nodiscard]] std::uint16_t& mask(std::int64_t i) { return masks_[static_cast<std::size_t>(i)]; }
@@ -119,7 +121,7 @@ class Group {
 
   const Call& coarse_;
   const Call& fine_;
-  int row_;
+  int query_index_;
   int kv_head_;
   const AttendedSpans& spans_;
   std::int64_t count_;
@@ -143,12 +145,12 @@ void select_in_two_phases(const SelectRequest& request, const SelectorWorkspace&
   const hashing::SketchGeometry prefix{.kv_heads = request.kv.kv_heads,
                                        .num_planes = first.params.num_planes};
   std::atomic<std::int64_t> bytes = 0;
-  fine.for_each_group([&](int row, int kv_head) {
-    Group group(coarse, fine, row, kv_head);
+  fine.for_each_group([&](int query_index, int kv_head) {
+    Group group(coarse, fine, query_index, kv_head);
     const std::int64_t candidates = group.take_candidates();
     group.score_candidates();
     group.choose();
-    bytes += fine.spans(row).num_eligible() * prefix.token_bytes() +
+    bytes += fine.spans(query_index).num_eligible() * prefix.token_bytes() +
              candidates * request.sketch.token_bytes();
   });
   if (request.flags == nullptr) return;

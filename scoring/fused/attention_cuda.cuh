@@ -53,9 +53,9 @@ struct FusedRows {
   int count;
 
   /// One thread; a barrier must follow.
-  __device__ void fill(const FilterArgs& args, int row, std::int64_t chosen) {
+  __device__ void fill(const FilterArgs& args, int query_index, std::int64_t chosen) {
     const SelectRequest& request = args.request;
-    const transfer::QueryRow& query = request.rows[row];
+    const transfer::QueryToken& query = request.query_batch[query_index];
     const transfer::SequenceCounters& counters = *request.sequences[query.sequence].counters;
     const transfer::AttendedSpans spans =
         transfer::attended_spans(request.rule, counters.length, query);
@@ -127,9 +127,11 @@ __device__ inline void copy_rows(std::byte* tile, const std::byte* address, int 
 }
 
 /// Asks for the page addresses that rows of the group may need.
-__device__ inline void prefetch_pages(const FilterArgs& args, int row, std::int64_t tokens) {
+__device__ inline void prefetch_pages(const FilterArgs& args, int query_index,
+                                      std::int64_t tokens) {
   constexpr unsigned kLine = 128 / sizeof(void*);
-  const transfer::SequenceView& sequence = args.request.sequences[args.request.rows[row].sequence];
+  const transfer::SequenceView& sequence =
+      args.request.sequences[args.request.query_batch[query_index].sequence];
   const unsigned pages =
       static_cast<unsigned>(tokens) / static_cast<unsigned>(args.request.kv.page_tokens) + 1;
   for (unsigned i = threadIdx.x * kLine; i < pages; i += kFusedThreads * kLine) {
@@ -315,8 +317,8 @@ __device__ inline void merge_share(const attention::OutputItem& item, int group,
 template <typename T>
 __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
                               const FusedAttention& attention, const BlockExchange& peers,
-                              const FusedRows& rows, int row, int kv_head, std::int64_t group_index,
-                              std::byte* memory) {
+                              const FusedRows& rows, int query_index, int kv_head,
+                              std::int64_t group_index, std::byte* memory) {
   const transfer::KvGeometry& kv = args.request.kv;
   const int group = kv.group();
   auto& shared = *reinterpret_cast<FusedAttentionShared*>(memory);
@@ -325,17 +327,18 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
   HeadSource query{};
   transfer::cuda::RawPiece raw_query{};
   if (const int head = static_cast<int>(threadIdx.x) / kPieces; head < group) {
-    const transfer::QueryItem& item = input.items[row];
+    const transfer::QueryItem& item = input.items[query_index];
     query = transfer::cuda::head_source(item.query, item.token, kv_head * group + head);
     raw_query = transfer::cuda::load_piece(query, static_cast<int>(threadIdx.x) % kPieces);
   }
-  transfer::cuda::copy_async_wait<0>();  // sketches of a row from which nothing is chosen
+  transfer::cuda::copy_async_wait<0>();  // sketches of a query from which nothing is chosen
   __syncthreads();                       // the memory is free
   const int blocks = static_cast<int>(peers.blocks);
   const int each = (rows.count + blocks - 1) / blocks;
   const int first = min(static_cast<int>(peers.rank) * each, rows.count);
   const int own = min(each, rows.count - first);
-  const transfer::SequenceView& sequence = args.request.sequences[args.request.rows[row].sequence];
+  const transfer::SequenceView& sequence =
+      args.request.sequences[args.request.query_batch[query_index].sequence];
   const TaggedWord* const ids = posted_ids(args, group_index);
   const bool biased = args.selection.bias != nullptr;
   attend_share<T>(
@@ -348,10 +351,10 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
       args.filter.fused_parts + group_index * kFusedBlocks * fused_part_words(group);
   post_part(group, warps_with(own), peers, parts + peers.rank * fused_part_words(group), shared,
             tiles);
-  merge_share(attention.targets.outputs[row], group, kv_head, peers, parts);
+  merge_share(attention.targets.outputs[query_index], group, kv_head, peers, parts);
 }
 
-/// Counts the rows of all groups of a row. One thread of the row.
+/// Counts the rows of all groups of a query. One thread of the query.
 __device__ inline void tell_rows(const SelectRequest& request, const FusedRows& rows) {
   if (request.flags == nullptr) return;
   const auto heads = static_cast<std::uint64_t>(request.kv.kv_heads);
@@ -362,16 +365,17 @@ __device__ inline void tell_rows(const SelectRequest& request, const FusedRows& 
 }
 
 /// `attend_chosen` in the format of the pages; one block tells of the rows.
-__device__ inline void attend_row(const FilterArgs& args, const FusedInput& input,
-                                  const FusedAttention& attention, const BlockExchange& peers,
-                                  const FusedRows& rows, int row, int kv_head,
-                                  std::int64_t group_index, std::byte* memory) {
+__device__ inline void attend_query(const FilterArgs& args, const FusedInput& input,
+                                    const FusedAttention& attention, const BlockExchange& peers,
+                                    const FusedRows& rows, int query_index, int kv_head,
+                                    std::int64_t group_index, std::byte* memory) {
   if (peers.rank == 0 && kv_head == 0 && threadIdx.x == 0) tell_rows(args.request, rows);
   if (args.request.kv.dtype == DType::kFloat16) {
-    attend_chosen<__half>(args, input, attention, peers, rows, row, kv_head, group_index, memory);
+    attend_chosen<__half>(args, input, attention, peers, rows, query_index, kv_head, group_index,
+                          memory);
   } else {
-    attend_chosen<__nv_bfloat16>(args, input, attention, peers, rows, row, kv_head, group_index,
-                                 memory);
+    attend_chosen<__nv_bfloat16>(args, input, attention, peers, rows, query_index, kv_head,
+                                 group_index, memory);
   }
 }
 

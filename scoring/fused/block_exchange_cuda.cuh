@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-/// How the blocks of a (row, KV head) exchange words: through memory, so that they may lie
+/// How the blocks of a (query, KV head) exchange words: through memory, so that they may lie
 /// anywhere on the device, which has room for fewer clusters than it has for blocks.
 ///
 /// A word travels with a tag, so that a block that polls it needs no flag and no fence. Tags differ
@@ -27,8 +27,9 @@ struct alignas(256) Mailbox {
   /// Of the launch before. A block reads it before it posts anything, and one block changes it
   /// once all have posted.
   std::uint32_t epoch;
-  /// Of the last launch that has found NaN or infinity in the row's queries; in the box of the
-  /// first KV head. The groups of a row have equal epochs, for all of them are in a launch or none.
+  /// Of the last launch that has found NaN or infinity in the query's heads; in the box of the
+  /// first KV head. The groups of a query have equal epochs, for all of them are in a launch or
+  /// none.
   std::uint32_t bad_epoch;
   /// Projections of the heads, or two chances for each.
   alignas(16) TaggedWord products[kMostProducts];

@@ -58,12 +58,12 @@ inline FusedInput fused_input(const SelectRequest& request) {
   }
   FusedInput input{.items = {}, .queries = nullptr, .after_append = false};
   const std::int64_t dim = request.planes.head_dim;
-  for (int row = 0; row < request.rows.count; ++row) {
+  for (int query_index = 0; query_index < request.query_batch.count; ++query_index) {
     input.items.push({.query = {.data = request.queries,
                                 .dtype = DType::kFloat32,
                                 .token_stride = request.kv.query_heads * dim,
                                 .head_stride = dim},
-                      .token = row});
+                      .token = query_index});
   }
   return input;
 }

@@ -190,9 +190,9 @@ struct PackedNorms {
   }
 };
 
-/// The block's (row, KV head), and its tokens.
+/// The block's (query, KV head), and its tokens.
 struct FusedWork {
-  RowPlan plan;
+  QueryPlan plan;
   std::int64_t group_index;
   int kv_head;
   int first_token;
@@ -200,10 +200,10 @@ struct FusedWork {
   int begin;  // of the eligible ones among them
   int end;
 
-  __device__ FusedWork(const FilterArgs& args, int row, int kv_head_, unsigned rank,
+  __device__ FusedWork(const FilterArgs& args, int query_index, int kv_head_, unsigned rank,
                        unsigned blocks)
-      : plan(plan_of_row(args, row)),
-        group_index(std::int64_t{row} * args.request.kv.kv_heads + kv_head_),
+      : plan(plan_of_query(args, query_index)),
+        group_index(std::int64_t{query_index} * args.request.kv.kv_heads + kv_head_),
         kv_head(kv_head_) {
     const FusedShare share(plan.begin, plan.end, rank, blocks);
     first_token = share.first * kFusedUnit;
@@ -211,14 +211,14 @@ struct FusedWork {
     begin = static_cast<int>(plan.begin - first_token);
     end = static_cast<int>(min(plan.end - first_token, std::int64_t{count}));
   }
-  /// Whether the row has nothing to choose from. `plan.k` takes a division of doubles.
+  /// Whether the query has nothing to choose from. `plan.k` takes a division of doubles.
   [[nodiscard]] __device__ bool empty() const { return plan.end <= plan.begin; }
 };
 
-/// What a row's first kernel tells beside its scores. One thread of a (row, KV head).
+/// What a query's first kernel tells beside its scores. One thread of a (query, KV head).
 __device__ inline void tell(const FilterArgs& args, const FusedWork& work) {
   const SelectRequest& request = args.request;
-  const RowPlan& plan = work.plan;
+  const QueryPlan& plan = work.plan;
   if (work.empty()) args.selection.counts[work.group_index] = 0;
   if (work.kv_head == 0 && !work.empty() && request.flags != nullptr) {
     atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->tokens_scored),

@@ -19,11 +19,11 @@ namespace {
 /// Starts to copy a block's sketches before the wait, when an append under way may or may not have
 /// counted its tokens. All that are eligible were stored by earlier launches: appends that overlap
 /// with this kernel add no more tokens than are recent. Returns the block's share as it was taken.
-__device__ FusedShare start_early(const FilterArgs& args, const FusedShape& shape, int row,
+__device__ FusedShare start_early(const FilterArgs& args, const FusedShape& shape, int query_index,
                                   unsigned rank, FusedRing& ring) {
   if (!shape.early) return {0, 0, 0, 1};
   const SelectRequest& request = args.request;
-  const transfer::QueryRow& query = request.rows[row];
+  const transfer::QueryToken& query = request.query_batch[query_index];
   const transfer::SequenceCounters* counters = request.sequences[query.sequence].counters;
   const transfer::AttendedSpans spans =
       transfer::attended_spans(request.rule, __ldcg(&counters->length), query);
@@ -37,14 +37,14 @@ __device__ FusedShare start_early(const FilterArgs& args, const FusedShape& shap
 /// uses the queries.
 template <int kBits>
 __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
-                              const FusedShape& shape, int row, int kv_head, int chunks,
+                              const FusedShape& shape, int query_index, int kv_head, int chunks,
                               const BlockExchange& peers, FusedRing& ring, FusedTables& tables,
                               FusedQueries& queries, float* factors, bool handed_on) {
   const FusedPlanes share(args, projections_of(args.request.params, chunks), peers);
   if (static_cast<int>(threadIdx.x) < share.workers) {
-    post_products(args, input, row, kv_head, chunks, peers, share, tables);
+    post_products(args, input, query_index, kv_head, chunks, peers, share, tables);
   }
-  const FusedShare started = start_early(args, shape, row, peers.rank, ring);
+  const FusedShare started = start_early(args, shape, query_index, peers.rank, ring);
   constexpr int kColumnWords = sizeof(queries.columns) / sizeof(std::uint32_t);
   for (int i = static_cast<int>(threadIdx.x); i < kColumnWords; i += kFusedThreads) {
     queries.columns[i] = 0;
@@ -75,7 +75,7 @@ __device__ void score_share(const FilterArgs& args, const FusedShape& shape, con
 
 #endif
 
-// `shape.blocks` blocks per (row, KV head), a group, have runs of neighbouring units. Dynamic
+// `shape.blocks` blocks per (query, KV head), a group, have runs of neighbouring units. Dynamic
 // shared memory: norms of the block's tokens, which become keys, their sums, the ring. The blocks
 // exchange projections of the queries, parts of the normalisers, counts by bins, keys of the last
 // bin, and the numbers of chosen tokens; each waits for all the others' part before it tells the
@@ -92,7 +92,7 @@ __global__ __launch_bounds__(kFusedThreads,
   __shared__ __align__(16) FusedQueries queries;
   __shared__ FusedRows rows;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(args.request.params);
-  const auto row = static_cast<int>(blockIdx.y);
+  const auto query_index = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
   const unsigned rank = blockIdx.x % shape.blocks;
   const int group = args.request.kv.group();
@@ -103,19 +103,19 @@ __global__ __launch_bounds__(kFusedThreads,
   shared.bins[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.chosen_before = 0;
   if (!input.after_append) transfer::cuda::wait_for_previous();
-  const BlockExchange peers(args, std::int64_t{row} * args.request.kv.kv_heads + kv_head, rank,
-                            shape.blocks);
+  const BlockExchange peers(args, std::int64_t{query_index} * args.request.kv.kv_heads + kv_head,
+                            rank, shape.blocks);
   FusedRing ring(args, kv_head, shape, chunks,
                  reinterpret_cast<std::byte*>(norms + kFusedWarps * kFusedUnit));
   const bool attends = attention.tiles > 0;
   const FusedShare started =
-      prepare<kBits>(args, input, shape, row, kv_head, chunks, peers, ring,
+      prepare<kBits>(args, input, shape, query_index, kv_head, chunks, peers, ring,
                      *reinterpret_cast<FusedTables*>(dynamic), queries, shared.factors, !attends);
-  const FusedWork work(args, row, kv_head, rank, shape.blocks);
+  const FusedWork work(args, query_index, kv_head, rank, shape.blocks);
   if (rank == 0 && threadIdx.x == 0) tell(args, work);
   if (attends) {
-    if (threadIdx.x == 0) rows.fill(args, row, work.plan.k);
-    prefetch_pages(args, row, work.plan.end);
+    if (threadIdx.x == 0) rows.fill(args, query_index, work.plan.k);
+    prefetch_pages(args, query_index, work.plan.end);
   }
   if (!work.empty()) {  // as all of the group
     score_share<kQuads, kChunks, kBits>(args, shape, work, rank, started, ring, shared.factors,
@@ -127,7 +127,8 @@ __global__ __launch_bounds__(kFusedThreads,
                            *reinterpret_cast<FusedExchange*>(after), shared);
   }
   if (attends) {
-    attend_row(args, input, attention, peers, rows, row, kv_head, work.group_index, dynamic);
+    attend_query(args, input, attention, peers, rows, query_index, kv_head, work.group_index,
+                 dynamic);
   }
 #endif
 }
@@ -165,10 +166,10 @@ int select_bytes(const SelectionPlan& plan, int quads, int chunks) {
          std::max(fused_ring_bytes(plan.stages, chunks), static_cast<int>(sizeof(FusedExchange)));
 }
 
-/// Gives every (row, KV head) an equal part of the device, if that has room for a row. A block has
-/// an SM of its own.
+/// Gives every (query, KV head) an equal part of the device, if that has room for a query. A block
+/// has an SM of its own.
 bool plan_one_kernel(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
-  const int groups = shape.kv_heads * shape.rows;
+  const int groups = shape.kv_heads * shape.num_queries;
   if (groups > device.processors) return false;
   // No more than have a unit for each warp.
   constexpr std::int64_t kLeastTokens = std::int64_t{kFusedWarps} * kFusedUnit;
@@ -198,7 +199,7 @@ std::int64_t fused_parts_words(std::int64_t groups, int group) {
 }
 
 bool plan_fused(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
-  const std::int64_t groups = std::int64_t{shape.kv_heads} * shape.rows;
+  const std::int64_t groups = std::int64_t{shape.kv_heads} * shape.num_queries;
   if (shape.params.estimator != Estimator::kNormAware || shape.params.threshold > 0.0F ||
       !one_set(shape) || shape.group > kFusedHeads || !fused_weights_fit(shape.params) ||
       groups > kFusedParts) {
@@ -218,7 +219,7 @@ void enqueue_fused(cudaStream_t stream, const FilterArgs& args, const SelectionP
   const SelectKernel kernel = fused_kernel(request.params, request.kv.group());
   allow_shape(kernel, most_bytes());
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
-                  static_cast<unsigned>(request.rows.count));
+                  static_cast<unsigned>(request.query_batch.count));
   transfer::cuda::launch_overlapping(stream, kernel, grid, kFusedThreads,
                                      static_cast<std::size_t>(bytes), args, input, attention,
                                      fused_shape(args, input, plan));

@@ -8,12 +8,12 @@
 #include <cstddef>
 #include <cstdint>
 
-/// Selection on chip: norm-aware with 4-bit weights and a set per KV head. Blocks that share a
-/// (row, KV head) keep the integer sums of all its tokens, so that nothing is guessed: the
+/// Selection on chip: norm-aware with 4-bit weights and a selection per KV head. Blocks that share
+/// a (query, KV head) keep the integer sums of all its tokens, so that nothing is guessed: the
 /// normalisers of the heads are exact, and the k best are found by counting keys by bins until few
 /// are in question, which are compared one by one. Equal scores go to the lower token.
 ///
-/// Where the shared memory of a group of blocks holds a row, one kernel does all of it
+/// Where the shared memory of a group of blocks holds a query's scores, one kernel does all of it
 /// (`select_fused`, fused/select_cuda.cu), the tables of the queries too, and copies sketches
 /// before the kernel before it is done.
 ///
@@ -67,7 +67,7 @@ inline int __host__ __device__ fused_quads(int group) { return group <= 4 ? 1 : 
 
 /// What a launch is told beside the request.
 struct FusedShape {
-  unsigned blocks;  ///< That share a (row, KV head).
+  unsigned blocks;  ///< That share a (query, KV head).
   int capacity;     ///< Tokens of a block, whole units.
   int stages;       ///< Units that a warp has under way: 2 to kFusedStages.
   bool early;       ///< Whether sketches may be read before the wait.
@@ -102,7 +102,7 @@ inline int __host__ __device__ fused_scores_bytes(int capacity, int quads) {
   return bytes < kFusedTableBytes ? kFusedTableBytes : bytes;
 }
 
-/// The units of a row that a block has: those of tokens [first, last) * kFusedUnit.
+/// The units of a query that a block has: those of tokens [first, last) * kFusedUnit.
 struct FusedShare {
   int first;
   int last;

@@ -46,15 +46,16 @@ using transfer::cuda::kPiece;
 class FusedHeads {
  public:
   /// Starts to read them; no kernel may write them any more, or read `input.queries`.
-  __device__ FusedHeads(const FilterArgs& args, const FusedInput& input, int row, int kv_head)
+  __device__ FusedHeads(const FilterArgs& args, const FusedInput& input, int query_index,
+                        int kv_head)
       : input_(input),
-        row_(row),
+        query_index_(query_index),
         first_head_(kv_head * args.request.kv.group()),
         query_heads_(args.request.kv.query_heads),
         pieces_(args.request.planes.head_dim / kPiece) {
     static_assert(kFusedHeads * FusedTables::kMaxHeadDim / kPiece <= kFusedThreads);
     if (head() < args.request.kv.group()) {
-      const transfer::QueryItem& item = input.items[row];
+      const transfer::QueryItem& item = input.items[query_index];
       source_ = transfer::cuda::head_source(item.query, item.token, first_head_ + head());
       raw_ = transfer::cuda::load_piece(source_, piece());
     }
@@ -72,17 +73,18 @@ class FusedHeads {
     local[0] = low;
     local[1] = high;
     if (peers.rank != 0 || input_.queries == nullptr) return;
-    const std::int64_t at = std::int64_t{row_} * query_heads_ + first_head_ + head();
+    const std::int64_t at = std::int64_t{query_index_} * query_heads_ + first_head_ + head();
     auto* global = reinterpret_cast<float4*>(input_.queries + (at * pieces_ + piece()) * kPiece);
     global[0] = low;
     global[1] = high;
     bool bad = false;
     for (const float value : x) bad |= !isfinite(value);
-    const transfer::QueryItem& item = input_.items[row_];
+    const transfer::QueryItem& item = input_.items[query_index_];
     if (!bad || item.flags == nullptr) return;
-    Mailbox& of_row = args.filter.mailboxes[std::int64_t{row_} * args.request.kv.kv_heads];
+    Mailbox& of_query =
+        args.filter.mailboxes[std::int64_t{query_index_} * args.request.kv.kv_heads];
     const std::uint32_t epoch = peers.epoch();
-    if (atomicExch(&of_row.bad_epoch, epoch) != epoch) {
+    if (atomicExch(&of_query.bad_epoch, epoch) != epoch) {
       transfer::cuda::raise_nonfinite(item);
     }
   }
@@ -92,7 +94,7 @@ class FusedHeads {
   [[nodiscard]] __device__ int piece() const { return static_cast<int>(threadIdx.x) % pieces_; }
 
   const FusedInput& input_;
-  int row_;
+  int query_index_;
   int first_head_;
   int query_heads_;
   int pieces_;
@@ -145,7 +147,7 @@ __device__ inline float project(const std::byte* plane, const float* query, int 
 
 /// Brings the group's heads to shared memory, and as many of the block's planes as there is room
 /// for. The workers; ends with a barrier of them. Returns how many planes are there.
-__device__ inline int bring_heads(const FilterArgs& args, const FusedInput& input, int row,
+__device__ inline int bring_heads(const FilterArgs& args, const FusedInput& input, int query_index,
                                   int kv_head, int num_planes, const BlockExchange& peers,
                                   const FusedPlanes& share, FusedTables& tables) {
   const hashing::PlanesView& planes = args.request.planes;
@@ -162,7 +164,7 @@ __device__ inline int bring_heads(const FilterArgs& args, const FusedInput& inpu
         planes.bf16 + (present ? std::int64_t{plane} * dim + i % pieces * kPiece : 0), present);
   }
   transfer::cuda::copy_async_commit();
-  const FusedHeads heads(args, input, row, kv_head);
+  const FusedHeads heads(args, input, query_index, kv_head);
   heads.store(tables, args, peers);
   transfer::cuda::copy_async_wait<0>();
   asm volatile("bar.sync 1, %0;" ::"r"(share.workers) : "memory");  // heads and planes are there
@@ -184,13 +186,15 @@ __device__ inline float project(const FilterArgs& args, const FusedPlanes& share
 }
 
 /// Projects the group's heads onto the block's share of the planes and tells all. The workers.
-__device__ inline void post_products(const FilterArgs& args, const FusedInput& input, int row,
-                                     int kv_head, int chunks, const BlockExchange& peers,
-                                     const FusedPlanes& share, FusedTables& tables) {
+__device__ inline void post_products(const FilterArgs& args, const FusedInput& input,
+                                     int query_index, int kv_head, int chunks,
+                                     const BlockExchange& peers, const FusedPlanes& share,
+                                     FusedTables& tables) {
   const int num_planes = args.request.params.query_planes();
   const int all = projections_of(args.request.params, chunks);
   const int group = args.request.kv.group();
-  const int staged = bring_heads(args, input, row, kv_head, num_planes, peers, share, tables);
+  const int staged =
+      bring_heads(args, input, query_index, kv_head, num_planes, peers, share, tables);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < share.count * group; i += share.workers) {
     const int plane = i / group;

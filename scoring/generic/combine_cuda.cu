@@ -10,7 +10,7 @@ namespace kvtier::scoring::cuda {
 namespace {
 
 struct CombineArgs {
-  const RowPlan* plans;
+  const QueryPlan* plans;
   SetState* states;
   float2* partials;
   float* normalisers;
@@ -26,10 +26,10 @@ struct CombineArgs {
   bool logit_like;
 };
 
-// Grid: tiles x query heads x rows. The last block of a head merges the tiles in their order.
+// Grid: tiles x query heads x queries. The last block of a head merges the tiles in their order.
 __global__ __launch_bounds__(kTileThreads) void normalise_heads(
     const __grid_constant__ CombineArgs args) {
-  const RowPlan plan = args.plans[blockIdx.z];
+  const QueryPlan plan = args.plans[blockIdx.z];
   const std::int64_t tile = blockIdx.x;
   const std::int64_t first = plan.begin / kTileTokens;
   const std::int64_t last = (plan.end - 1) / kTileTokens;
@@ -69,17 +69,17 @@ __global__ __launch_bounds__(kTileThreads) void normalise_heads(
   args.normalisers[head] = args.logit_like ? all.log() : all.sum;
 }
 
-// Grid: tiles x groups of heads that share a score x rows.
+// Grid: tiles x groups of heads that share a score x queries.
 __global__ __launch_bounds__(kTileThreads) void combine_heads(
     const __grid_constant__ CombineArgs args) {
-  const RowPlan plan = args.plans[blockIdx.z];
+  const QueryPlan plan = args.plans[blockIdx.z];
   const std::int64_t begin = std::int64_t{blockIdx.x} * kTileTokens;
   if (begin >= plan.end || begin + kTileTokens <= plan.begin) return;
-  const std::int64_t row = blockIdx.z;
-  const std::int64_t first_head = row * args.query_heads + blockIdx.y * args.group;
+  const std::int64_t query_index = blockIdx.z;
+  const std::int64_t first_head = query_index * args.query_heads + blockIdx.y * args.group;
   const float* normalisers = args.normalisers + first_head;
   float* combined =
-      args.combined + (row * args.kv_heads + blockIdx.y * args.copies) * args.max_tokens;
+      args.combined + (query_index * args.kv_heads + blockIdx.y * args.copies) * args.max_tokens;
   const auto group = static_cast<float>(args.group);
 
   for (int step = 0; step < kTileTokens / kTileThreads; ++step) {
@@ -127,16 +127,17 @@ CombineArgs combine_args(const Stage& stage) {
 
 void enqueue_normalisers(const Stage& stage) {
   const CombineArgs args = combine_args(stage);
-  const auto rows = static_cast<unsigned>(stage.num_rows());
-  const dim3 heads_grid(stage.num_tiles(), static_cast<unsigned>(args.query_heads), rows);
+  const auto num_queries = static_cast<unsigned>(stage.num_queries());
+  const dim3 heads_grid(stage.num_tiles(), static_cast<unsigned>(args.query_heads), num_queries);
   normalise_heads<<<heads_grid, kTileThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
 void enqueue_combine(const Stage& stage) {
   const CombineArgs args = combine_args(stage);
-  const auto rows = static_cast<unsigned>(stage.num_rows());
-  const dim3 sets_grid(stage.num_tiles(), static_cast<unsigned>(args.kv_heads / args.copies), rows);
+  const auto num_queries = static_cast<unsigned>(stage.num_queries());
+  const dim3 sets_grid(stage.num_tiles(), static_cast<unsigned>(args.kv_heads / args.copies),
+                       num_queries);
   combine_heads<<<sets_grid, kTileThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }

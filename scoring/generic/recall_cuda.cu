@@ -114,19 +114,20 @@ struct ThreadSums {
 
 // Scores of a head less their value norm are near this one, so that fp32 sums of squares keep
 // their variance.
-__device__ float reference_of(const RecallArgs& args, const RowPlan& plan, int kv_head,
+__device__ float reference_of(const RecallArgs& args, const QueryPlan& plan, int kv_head,
                               const float* scores) {
   const float x = scores[plan.begin] - log_value(args, norms_of(args, plan, kv_head, plan.begin));
   return fabsf(x) < 1e30F ? x : 0.0F;
 }
 
 // Moments of the logits of each head, and the log-sum-exp of its scores. Grid: parts x (KV head,
-// `kScanHeads` of its query heads) x rows. The last block of a KV head merges parts in their order.
+// `kScanHeads` of its query heads) x queries. The last block of a KV head merges parts in their
+// order.
 __global__ __launch_bounds__(kThreads,
                              4) void scan_scores(const __grid_constant__ RecallArgs args) {
   static_assert(kScanHeads <= kWarps);
   __shared__ HeadSums of_warps[kWarps][kScanHeads];
-  const RowPlan plan = args.scratch.plans[blockIdx.z];
+  const QueryPlan plan = args.scratch.plans[blockIdx.z];
   if (plan.begin >= plan.end) return;
   const int group = args.kv.group();
   const int subsets = (group + kScanHeads - 1) / kScanHeads;
@@ -224,15 +225,15 @@ __device__ void add_heads(const float4 (&of_heads)[kHeadsAtOnce], int heads,
   }
 }
 
-// Adds up the weights of each head and, for sets per KV head, combines the scores of its heads
-// (generic/combine_cuda.cu). A thread's sums are its own words of shared memory. Grid: parts x KV
-// heads x rows.
+// Adds up the weights of each head and, for selections per KV head, combines the scores of its
+// heads (generic/combine_cuda.cu). A thread's sums are its own words of shared memory. Grid: parts
+// x KV heads x queries.
 __global__ __launch_bounds__(kThreads,
                              kBlocks) void weigh_eligible(const __grid_constant__ RecallArgs args) {
   __shared__ std::uint64_t sums[kMaxGroup][kThreads];
   __shared__ HeadEstimate estimates[kMaxGroup];
   __shared__ float normalisers[kMaxGroup];
-  const RowPlan plan = args.scratch.plans[blockIdx.z];
+  const QueryPlan plan = args.scratch.plans[blockIdx.z];
   if (plan.begin >= plan.end) return;
   const int group = args.kv.group();
   const auto kv_head = static_cast<int>(blockIdx.y);
@@ -298,17 +299,18 @@ __global__ __launch_bounds__(kThreads,
   if (threadIdx.x == 0) atomicMax(&args.scratch.estimates[first_head].best, ordered_key(best));
 }
 
-// Grid: parts x KV heads x rows. The last block of a KV head writes the shares of its query heads.
+// Grid: parts x KV heads x queries. The last block of a KV head writes the shares of its query
+// heads.
 __global__ __launch_bounds__(kThreads) void write_missed(
     const __grid_constant__ RecallArgs args, const __grid_constant__ transfer::SelectionView view,
     const __grid_constant__ MissedBatch batch) {
-  const auto row = static_cast<int>(blockIdx.z);
-  const MissedItem& item = batch[row];
+  const auto query_index = static_cast<int>(blockIdx.z);
+  const MissedItem& item = batch[query_index];
   if (item.missed == nullptr) return;
-  const RowPlan plan = args.scratch.plans[row];
+  const QueryPlan plan = args.scratch.plans[query_index];
   const int group = args.kv.group();
   const int kv_head = static_cast<int>(blockIdx.y);
-  const std::int64_t list = std::int64_t{row} * args.kv.kv_heads + kv_head;
+  const std::int64_t list = std::int64_t{query_index} * args.kv.kv_heads + kv_head;
   const std::int64_t first_head = list * group;
   const std::int64_t count = view.counts[list];
   HeadEstimate* estimates = args.scratch.estimates + first_head;
@@ -342,7 +344,7 @@ RecallArgs recall_args(const Stage& stage, const RecallParams& recall_params) {
           .sketch = request.sketch,
           .rule = request.rule,
           .sequences = request.sequences,
-          .rows = request.rows,
+          .query_batch = request.query_batch,
           .scratch = stage.scratch,
           .scalars = stage.workspace.tables.scalars,
           .queries = request.queries,
@@ -356,11 +358,11 @@ RecallArgs recall_args(const Stage& stage, const RecallParams& recall_params) {
 
 dim3 recall_grid(std::int64_t parts, int heads, const Stage& stage) {
   return {static_cast<unsigned>(std::min(parts, stage.scratch.tiles)), static_cast<unsigned>(heads),
-          static_cast<unsigned>(stage.num_rows())};
+          static_cast<unsigned>(stage.num_queries())};
 }
 
 dim3 scan_grid(int heads, const Stage& stage) {
-  const std::int64_t rows = std::int64_t{heads} * stage.num_rows();
+  const std::int64_t rows = std::int64_t{heads} * stage.num_queries();
   const std::int64_t blocks =
       std::int64_t{kScanBlocksPerProcessor} * device_attribute(cudaDevAttrMultiProcessorCount);
   const std::int64_t least = stage.request.max_length / kMostTokensOfPart + 1;

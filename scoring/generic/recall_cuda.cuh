@@ -50,13 +50,13 @@ struct RecallArgs {
   hashing::SketchGeometry sketch;
   transfer::SpanRule rule;
   transfer::SequenceBatch sequences;
-  transfer::QueryBatch rows;
+  transfer::QueryBatch query_batch;
   Scratch scratch;
   const QueryScalars* scalars;
   const float* queries;
-  const float* scores;  ///< `[rows][query_heads][max_tokens]`
-  float* combined;      ///< `[rows][kv_heads][max_tokens]`
-  const float* order;   ///< `[rows][sets][max_tokens]`
+  const float* scores;  ///< `[queries][query_heads][max_tokens]`
+  float* combined;      ///< `[queries][kv_heads][max_tokens]`
+  const float* order;   ///< `[queries][sets][max_tokens]`
   std::int64_t max_tokens;
   int sets;
   bool combines;  ///< Whether sets are per KV head.
@@ -64,14 +64,14 @@ struct RecallArgs {
 
 [[nodiscard]] RecallArgs recall_args(const Stage& stage, const RecallParams& recall_params);
 
-/// Grid of at most `parts` blocks for each of `heads` of a row.
+/// Grid of at most `parts` blocks for each of `heads` of a query.
 [[nodiscard]] dim3 recall_grid(std::int64_t parts, int heads, const Stage& stage);
-/// Grid of blocks that go through the tokens of each of `heads` of a row, as `Tokens` does.
+/// Grid of blocks that go through the tokens of each of `heads` of a query, as `Tokens` does.
 [[nodiscard]] dim3 scan_grid(int heads, const Stage& stage);
 
 inline constexpr int kRecallThreads = 256;
-/// Blocks over the tokens always attended of a (row, KV head), and over a list of selected tokens:
-/// enough that of a few hundred rows each warp has one, few enough to be merged at once.
+/// Blocks over the tokens always attended of a (query, KV head), and over a list of selected
+/// tokens: enough that of a few hundred rows each warp has one, few enough to be merged at once.
 inline constexpr int kMostRecallParts = 32;
 /// Enough that their loads are under way together, few enough that what a block does once is
 /// little.
@@ -89,7 +89,7 @@ __device__ inline std::uint64_t in_units(float value, float units) {
   return __float2ull_rn(fminf(fmaxf(value, 0.0F), 1.0F) * units);
 }
 
-__device__ inline Norms norms_of(const RecallArgs& args, const RowPlan& plan, int kv_head,
+__device__ inline Norms norms_of(const RecallArgs& args, const QueryPlan& plan, int kv_head,
                                  std::int64_t token) {
   return load_norms(args.sketch, plan.blocks[token / hashing::kBlockTokens], kv_head,
                     static_cast<int>(token % hashing::kBlockTokens));
@@ -108,10 +108,10 @@ inline constexpr int kHeadsAtOnce = 4;
 __device__ inline float& element(float4& four, int i) { return (&four.x)[i]; }
 __device__ inline float element(const float4& four, int i) { return (&four.x)[i]; }
 
-/// The tokens of one thread of a block which shares a row with `gridDim.x - 1` others.
+/// The tokens of one thread of a block which shares a query with `gridDim.x - 1` others.
 class Tokens {
  public:
-  __device__ explicit Tokens(const RowPlan& plan)
+  __device__ explicit Tokens(const QueryPlan& plan)
       : begin_(plan.begin),
         end_(plan.end),
         at_((plan.begin / kStep + blockIdx.x) * kStep + threadIdx.x * kTokensAtOnce) {}
@@ -161,7 +161,7 @@ struct TokenNorms {
   float key[kTokensAtOnce];
   float log_value[kTokensAtOnce];
 
-  __device__ void load(const RecallArgs& args, const RowPlan& plan, int kv_head,
+  __device__ void load(const RecallArgs& args, const QueryPlan& plan, int kv_head,
                        const Tokens& tokens) {
     const std::byte* block = plan.blocks[tokens.first() / hashing::kBlockTokens];
     const auto token = static_cast<int>(tokens.first() % hashing::kBlockTokens);

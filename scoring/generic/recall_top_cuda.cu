@@ -32,7 +32,7 @@ __device__ float share_of_unit(const HeadEstimate& estimate) {
   return all.sum > 0.0F ? expf(estimate.log_unit - all.log()) : 0.0F;
 }
 
-// The set of a block: its query heads from `first_head` of [rows][query_heads] on.
+// The set of a block: its query heads from `first_head` of [queries][query_heads] on.
 struct Set {
   int kv_head;
   int heads;
@@ -55,7 +55,7 @@ __device__ Set block_set(const RecallArgs& args) {
 // Finds the bin, from the top, with whose tokens the set has enough: `most` of them, or both
 // `least` and what leaves out no more than is allowed. Clears the histograms.
 template <int kShift, int kBins>
-__device__ void pick_bin(const RecallArgs& args, const RowPlan& plan, std::uint32_t* counts,
+__device__ void pick_bin(const RecallArgs& args, const QueryPlan& plan, std::uint32_t* counts,
                          std::uint64_t* masses, SetState& state, HeadEstimate& progress) {
   constexpr int kPerThread = kBins / kRecallThreads;
   const MissTolerance tolerance(args.recall_params.missed * double{kShareUnits},
@@ -134,7 +134,7 @@ __device__ unsigned bin_of_step(float best, float score) {
 }
 
 // One pass of a radix select by mass (generic/top_k_cuda.cu has the one by count). Grid: parts x
-// sets x rows.
+// sets x queries.
 template <int kShift, int kBins>
 __global__ __launch_bounds__(kRecallThreads,
                              kBlocks) void mass_pass(const __grid_constant__ RecallArgs args) {
@@ -144,7 +144,7 @@ __global__ __launch_bounds__(kRecallThreads,
   __shared__ std::uint32_t high[kBins];
   __shared__ HeadEstimate estimates[kMaxGroup];
   __shared__ float units[kMaxGroup];
-  const RowPlan plan = args.scratch.plans[blockIdx.z];
+  const QueryPlan plan = args.scratch.plans[blockIdx.z];
   if (plan.k <= 0 || plan.begin >= plan.end) return;
   const Set set = block_set(args);
   SetState& state = args.scratch.states[set.index];
@@ -228,7 +228,7 @@ __global__ __launch_bounds__(kRecallThreads,
 
 void enqueue_top_of_recall(const Stage& stage, const RecallParams& recall_params) {
   const RecallArgs args = recall_args(stage, recall_params);
-  const auto bins = std::int64_t{stage.num_rows()} * args.kv.query_heads * kRadixBins;
+  const auto bins = std::int64_t{stage.num_queries()} * args.kv.query_heads * kRadixBins;
   KVTIER_CUDA_CHECK(cudaMemsetAsync(args.scratch.masses, 0,
                                     static_cast<std::size_t>(bins) * sizeof(std::uint64_t),
                                     stage.stream));

@@ -34,14 +34,14 @@ void enqueue_scores(const Stage& stage) {
   const ScoreLaunch launch = integers ? sign_launch(args) : collision_launch(args);
 
   const std::int64_t per_iteration =
-      std::int64_t{request.kv.kv_heads} * args.subsets * stage.num_rows();
+      std::int64_t{request.kv.kv_heads} * args.subsets * stage.num_queries();
   const std::int64_t tiles =
       (request.max_length + launch.tokens_per_block - 1) / launch.tokens_per_block;
   const std::int64_t share = std::max<std::int64_t>(
       1, kBlocksPerProcessor * device_attribute(cudaDevAttrMultiProcessorCount) / per_iteration);
   const dim3 grid(static_cast<unsigned>(std::min(tiles, share)),
                   static_cast<unsigned>(request.kv.kv_heads * args.subsets),
-                  static_cast<unsigned>(stage.num_rows()));
+                  static_cast<unsigned>(stage.num_queries()));
   const ScoreKernel kernel = launch.kernel;
   const auto shared_bytes = static_cast<std::size_t>(launch.shared_bytes);
   assert(launch.shared_bytes <= kMostSharedBytes);

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-/// Internal to the scoring kernels: what they share. A block scores tokens of one (row, KV head)
+/// Internal to the scoring kernels: what they share. A block scores tokens of one (query, KV head)
 /// for some or all query heads of its group, reading each token's bits and norms once.
 namespace kvtier::scoring::cuda {
 
@@ -22,7 +22,7 @@ inline constexpr int kWordsPerChunk = hashing::kChunkBits / 32;
 struct ScoreArgs {
   ScoreParams params;
   hashing::SketchGeometry sketch;
-  const RowPlan* plans;
+  const QueryPlan* plans;
   QueryTables tables;
   float* scores;
   std::int64_t max_tokens;
@@ -33,10 +33,11 @@ struct ScoreArgs {
   int slot_block;  // tokens of a block of slots, or 0
 };
 
-/// What a block works on. Grid: blocks over tokens x (KV head, subset of its query heads) x rows.
+/// What a block works on. Grid: blocks over tokens x (KV head, subset of its query heads) x
+/// queries.
 struct Work {
-  RowPlan plan;
-  std::int64_t first_head;  // of [rows][query_heads]
+  QueryPlan plan;
+  std::int64_t first_head;  // of [queries][query_heads]
   int kv_head;
   int heads;
 };

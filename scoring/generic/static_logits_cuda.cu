@@ -12,17 +12,17 @@ constexpr int kThreads = kRecallThreads;
 constexpr int kWarps = kThreads / 32;
 
 // ln of the sum of e^logit over the tokens that are always attended. A warp takes a row; lane h
-// sums for head h. Grid: parts x KV heads x rows. The last block merges the parts in their order.
-// `with_values`: each times its value norm, as the weighting says.
+// sums for head h. Grid: parts x KV heads x queries. The last block merges the parts in their
+// order. `with_values`: each times its value norm, as the weighting says.
 __global__ __launch_bounds__(kThreads) void sum_static_logits(
     const __grid_constant__ RecallArgs args, bool with_values) {
   __shared__ alignas(8) float queries[kMaxGroup * 256];
   __shared__ float2 sums[kWarps][kMaxGroup];
   const transfer::KvGeometry& kv = args.kv;
-  const transfer::QueryRow& row = args.rows[static_cast<int>(blockIdx.z)];
-  const transfer::SequenceView& sequence = args.sequences[row.sequence];
+  const transfer::QueryToken& query = args.query_batch[static_cast<int>(blockIdx.z)];
+  const transfer::SequenceView& sequence = args.sequences[query.sequence];
   const transfer::AttendedSpans spans =
-      transfer::attended_spans(args.rule, sequence.counters->length, row);
+      transfer::attended_spans(args.rule, sequence.counters->length, query);
   if (spans.num_eligible() <= 0) return;
   const std::int64_t resident_begin = sequence.counters->resident_begin;
   const int group = kv.group();
@@ -96,7 +96,7 @@ __global__ __launch_bounds__(kThreads) void sum_static_logits(
 }  // namespace
 
 void clear_estimates(const Stage& stage) {
-  const auto heads = std::int64_t{stage.num_rows()} * stage.request.kv.query_heads;
+  const auto heads = std::int64_t{stage.num_queries()} * stage.request.kv.query_heads;
   KVTIER_CUDA_CHECK(
       cudaMemsetAsync(stage.scratch.estimates, 0, estimates_bytes(heads), stage.stream));
 }

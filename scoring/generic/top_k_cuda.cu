@@ -18,23 +18,23 @@ constexpr int kSteps = kSegmentTokens / 32;
 struct TopKArgs {
   Scratch scratch;
   ScoreParams params;
-  const float* scores;       // [rows][sets][max_tokens]
-  const float* normalisers;  // [rows][query_heads] of scores that are not combined, or null
-  float* given;              // [rows][query_heads][max_tokens] the caller's biases
+  const float* scores;       // [queries][sets][max_tokens]
+  const float* normalisers;  // [queries][query_heads] of scores that are not combined, or null
+  float* given;              // [queries][query_heads][max_tokens] the caller's biases
   std::uint16_t* token_mask;
   std::int32_t* counts;
   std::int64_t max_tokens;
   std::int64_t capacity;
-  int sets;  // per row: KV heads, or query heads
+  int sets;  // per query: KV heads, or query heads
   int query_heads;
   int kv_heads;
 };
 
-// What the tokens of a set are ordered by.
+// What the tokens of a selection are ordered by.
 class SetOrder {
  public:
-  __device__ SetOrder(const TopKArgs& args, std::int64_t row, int set)
-      : scores_(args.scores + (row * args.sets + set) * args.max_tokens),
+  __device__ SetOrder(const TopKArgs& args, std::int64_t query_index, int set)
+      : scores_(args.scores + (query_index * args.sets + set) * args.max_tokens),
         prioritised_(args.params.rule == SelectionRule::kPriority),
         key_(prioritised_ ? priority_key(args.params, set) : 0) {}
 
@@ -79,10 +79,10 @@ __device__ void pick_bin(std::uint32_t* histogram, SetState& state) {
   }
 }
 
-// Grid: tiles x sets x rows.
+// Grid: tiles x sets x queries.
 template <int kShift, int kBins>
 __global__ __launch_bounds__(kTileThreads) void radix_pass(const __grid_constant__ TopKArgs args) {
-  const RowPlan plan = args.scratch.plans[blockIdx.z];
+  const QueryPlan plan = args.scratch.plans[blockIdx.z];
   const TileRange tiles(plan);
   if (plan.k <= 0 || !tiles.has_block()) return;
   const std::int64_t set = std::int64_t{blockIdx.z} * args.query_heads + blockIdx.y;
@@ -124,13 +124,13 @@ __global__ __launch_bounds__(kTileThreads) void radix_pass(const __grid_constant
 
 // A thread per set. Begins the search for the k + 1 best by priority.
 __global__ void begin_priorities(const __grid_constant__ TopKArgs args, bool counted) {
-  const auto row = static_cast<std::int64_t>(blockIdx.x);
-  const RowPlan plan = args.scratch.plans[row];
+  const auto query_index = static_cast<std::int64_t>(blockIdx.x);
+  const QueryPlan plan = args.scratch.plans[query_index];
   const auto eligible = static_cast<std::uint32_t>(max(plan.end - plan.begin, std::int64_t{0}));
   for (int s = static_cast<int>(threadIdx.x); s < args.sets; s += static_cast<int>(blockDim.x)) {
-    SetState& state = args.scratch.states[row * args.query_heads + s];
+    SetState& state = args.scratch.states[query_index * args.query_heads + s];
     if (counted) {
-      const std::int64_t head = row * args.query_heads + s * (args.query_heads / args.sets);
+      const std::int64_t head = query_index * args.query_heads + s * (args.query_heads / args.sets);
       const std::uint32_t found = args.scratch.estimates[head].count + state.remaining;
       state.wanted = min(state.wanted, found);
     }
@@ -143,11 +143,11 @@ __global__ void begin_priorities(const __grid_constant__ TopKArgs args, bool cou
 // A thread per set. The last of the k + 1 best is what the others are above, unless the threshold
 // is higher.
 __global__ void cut_priorities(const __grid_constant__ TopKArgs args) {
-  const auto row = static_cast<std::int64_t>(blockIdx.x);
-  const RowPlan plan = args.scratch.plans[row];
+  const auto query_index = static_cast<std::int64_t>(blockIdx.x);
+  const QueryPlan plan = args.scratch.plans[query_index];
   const auto eligible = static_cast<std::uint32_t>(max(plan.end - plan.begin, std::int64_t{0}));
   for (int s = static_cast<int>(threadIdx.x); s < args.sets; s += static_cast<int>(blockDim.x)) {
-    SetState& state = args.scratch.states[row * args.query_heads + s];
+    SetState& state = args.scratch.states[query_index * args.query_heads + s];
     if (state.wanted < eligible) {
       state.cut = score_of_key(state.threshold);
       state.remaining -= 1;
@@ -160,7 +160,8 @@ __global__ void cut_priorities(const __grid_constant__ TopKArgs args) {
     if (!(args.params.threshold > 0.0F)) continue;
     float least = logf(args.params.threshold);
     if (args.normalisers != nullptr) {
-      least += args.normalisers[row * args.query_heads + s * (args.query_heads / args.sets)];
+      least +=
+          args.normalisers[query_index * args.query_heads + s * (args.query_heads / args.sets)];
     }
     if (state.cut >= least) continue;
     state.cut = least;
@@ -170,9 +171,9 @@ __global__ void cut_priorities(const __grid_constant__ TopKArgs args) {
 }
 
 // Counts the keys equal to the threshold before each segment, where not all of them are taken.
-// Grid: tiles x sets x rows, a warp per segment.
+// Grid: tiles x sets x queries, a warp per segment.
 __global__ __launch_bounds__(kTileThreads) void count_ties(const __grid_constant__ TopKArgs args) {
-  const RowPlan plan = args.scratch.plans[blockIdx.z];
+  const QueryPlan plan = args.scratch.plans[blockIdx.z];
   const TileRange tiles(plan);
   if (plan.k <= 0 || !tiles.has_block()) return;
   const std::int64_t set = std::int64_t{blockIdx.z} * args.query_heads + blockIdx.y;
@@ -199,7 +200,7 @@ __global__ __launch_bounds__(kTileThreads) void count_ties(const __grid_constant
 
 // Writes the masks of a segment's eligible tokens, and how many are not 0; the last block of a KV
 // head turns these counts into offsets and writes the size of the selection.
-__device__ void write_masks(const TopKArgs& args, const RowPlan& plan, const TileRange& tiles,
+__device__ void write_masks(const TopKArgs& args, const QueryPlan& plan, const TileRange& tiles,
                             const std::uint16_t (&masks)[kSteps]) {
   const std::int64_t list = std::int64_t{blockIdx.z} * args.kv_heads + blockIdx.y;
   std::uint16_t* token_mask = args.token_mask + list * args.max_tokens;
@@ -223,9 +224,9 @@ __device__ void write_masks(const TopKArgs& args, const RowPlan& plan, const Til
   }
 }
 
-// Grid: tiles x KV heads x rows, a warp per segment.
+// Grid: tiles x KV heads x queries, a warp per segment.
 __global__ __launch_bounds__(kTileThreads) void mark_best(const __grid_constant__ TopKArgs args) {
-  const RowPlan plan = args.scratch.plans[blockIdx.z];
+  const QueryPlan plan = args.scratch.plans[blockIdx.z];
   const TileRange tiles(plan);
   if (!tiles.has_block()) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -262,7 +263,7 @@ __global__ __launch_bounds__(kTileThreads) void mark_best(const __grid_constant_
 
 // As `mark_best`, of masks that are already in `token_mask`.
 __global__ __launch_bounds__(kTileThreads) void count_marks(const __grid_constant__ TopKArgs args) {
-  const RowPlan plan = args.scratch.plans[blockIdx.z];
+  const QueryPlan plan = args.scratch.plans[blockIdx.z];
   const TileRange tiles(plan);
   if (!tiles.has_block()) return;
   const std::uint16_t* token_mask =
@@ -277,10 +278,10 @@ __global__ __launch_bounds__(kTileThreads) void count_marks(const __grid_constan
   write_masks(args, plan, tiles, masks);
 }
 
-// Grid: tiles x KV heads x rows.
+// Grid: tiles x KV heads x queries.
 __global__ __launch_bounds__(kTileThreads) void clear_marks(const __grid_constant__ TopKArgs args,
                                                             int bias_heads) {
-  const RowPlan plan = args.scratch.plans[blockIdx.z];
+  const QueryPlan plan = args.scratch.plans[blockIdx.z];
   std::uint16_t* token_mask =
       args.token_mask + (std::int64_t{blockIdx.z} * args.kv_heads + blockIdx.y) * args.max_tokens;
   const int group = args.query_heads / args.kv_heads;
@@ -295,15 +296,15 @@ __global__ __launch_bounds__(kTileThreads) void clear_marks(const __grid_constan
   }
 }
 
-// Grid: blocks of ids x heads of `ids` x rows.
+// Grid: blocks of ids x heads of `ids` x queries.
 __global__ __launch_bounds__(kTileThreads) void mark_ids(const __grid_constant__ TopKArgs args,
                                                          const __grid_constant__ IdTensor ids,
                                                          const __grid_constant__ IdFloats bias) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kTileThreads + threadIdx.x;
   if (i >= ids.n) return;
-  const RowPlan plan = args.scratch.plans[blockIdx.z];
+  const QueryPlan plan = args.scratch.plans[blockIdx.z];
   const int head = static_cast<int>(blockIdx.y);
-  const std::int32_t id = ids.data[blockIdx.z * ids.row_stride + head * ids.head_stride + i];
+  const std::int32_t id = ids.data[blockIdx.z * ids.query_stride + head * ids.head_stride + i];
   if (id < plan.begin || id >= plan.end) return;
   const int group = args.query_heads / args.kv_heads;
   const bool shared = ids.heads <= args.kv_heads;
@@ -311,7 +312,7 @@ __global__ __launch_bounds__(kTileThreads) void mark_ids(const __grid_constant__
   const float given =
       bias.data == nullptr
           ? 0.0F
-          : fmaxf(bias.data[blockIdx.z * bias.row_stride + head * bias.head_stride + i], 0.0F);
+          : fmaxf(bias.data[blockIdx.z * bias.query_stride + head * bias.head_stride + i], 0.0F);
   // The masks of tokens 2 i and 2 i + 1 of the whole array are one word; atomics have no 16-bit
   // form.
   auto* words = reinterpret_cast<unsigned*>(args.token_mask);
@@ -333,23 +334,23 @@ __global__ __launch_bounds__(kTileThreads) void mark_ids(const __grid_constant__
 // What is added to the logits of a token that is selected, for the head of the group that has its
 // own bias, or all.
 __device__ float bias_of(const TopKArgs& args, BiasSource source, int head, std::int64_t token) {
-  const std::int64_t row = blockIdx.z;
+  const std::int64_t query_index = blockIdx.z;
   const int group = args.query_heads / args.kv_heads;
   if (source == BiasSource::kGiven) {
-    const std::int64_t slot = row * args.query_heads + blockIdx.y * group + head;
+    const std::int64_t slot = query_index * args.query_heads + blockIdx.y * group + head;
     return args.given[slot * args.max_tokens + token];
   }
   const int sets = args.sets / args.kv_heads;
   const int set = static_cast<int>(blockIdx.y) * sets + head;
-  const float score = SetOrder(args, row, set).score(token);
-  return priority_bias(args.scratch.states[row * args.query_heads + set].cut, score);
+  const float score = SetOrder(args, query_index, set).score(token);
+  return priority_bias(args.scratch.states[query_index * args.query_heads + set].cut, score);
 }
 
-// Grid: tiles x KV heads x rows, a warp per segment.
+// Grid: tiles x KV heads x queries, a warp per segment.
 __global__ __launch_bounds__(kTileThreads) void compact(
     const __grid_constant__ TopKArgs args, const __grid_constant__ transfer::SelectionView out,
     BiasSource biases) {
-  const RowPlan plan = args.scratch.plans[blockIdx.z];
+  const QueryPlan plan = args.scratch.plans[blockIdx.z];
   if (!TileRange(plan).has_block()) return;
   const std::int64_t list = std::int64_t{blockIdx.z} * args.kv_heads + blockIdx.y;
   const std::uint16_t* token_mask = args.token_mask + list * args.max_tokens;
@@ -391,7 +392,8 @@ TopKArgs make_args(const Stage& stage) {
 }
 
 dim3 tile_grid(const Stage& stage, int heads) {
-  return {stage.num_tiles(), static_cast<unsigned>(heads), static_cast<unsigned>(stage.num_rows())};
+  return {stage.num_tiles(), static_cast<unsigned>(heads),
+          static_cast<unsigned>(stage.num_queries())};
 }
 
 }  // namespace
@@ -409,11 +411,11 @@ void enqueue_top_k(const Stage& stage) {
 
 void enqueue_priorities(const Stage& stage, bool counted) {
   const TopKArgs args = make_args(stage);
-  const auto rows = static_cast<unsigned>(stage.num_rows());
-  begin_priorities<<<rows, kTileThreads, 0, stage.stream>>>(args, counted);
+  const auto num_queries = static_cast<unsigned>(stage.num_queries());
+  begin_priorities<<<num_queries, kTileThreads, 0, stage.stream>>>(args, counted);
   KVTIER_CUDA_CHECK(cudaGetLastError());
   enqueue_top_k(stage);
-  cut_priorities<<<rows, kTileThreads, 0, stage.stream>>>(args);
+  cut_priorities<<<num_queries, kTileThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -433,7 +435,8 @@ void enqueue_adopt(const Stage& stage, const IdTensor& ids, const IdFloats& bias
   KVTIER_CUDA_CHECK(cudaGetLastError());
   if (ids.n > 0) {
     const dim3 ids_grid(static_cast<unsigned>((ids.n + kTileThreads - 1) / kTileThreads),
-                        static_cast<unsigned>(ids.heads), static_cast<unsigned>(stage.num_rows()));
+                        static_cast<unsigned>(ids.heads),
+                        static_cast<unsigned>(stage.num_queries()));
     mark_ids<<<ids_grid, kTileThreads, 0, stage.stream>>>(args, ids, bias);
     KVTIER_CUDA_CHECK(cudaGetLastError());
   }

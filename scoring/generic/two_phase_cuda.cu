@@ -21,9 +21,9 @@ struct PhaseArgs {
   QueryTables fine_tables;
   transfer::SelectionView selection;
   transfer::StepFlags* flags;
-  float* order;     // [rows][sets][max_tokens], of the first phase, then of the second
+  float* order;     // [queries][sets][max_tokens], of the first phase, then of the second
   float* exported;  // the same, or where scores of one head are exported from
-  float* cuts;      // [rows][query_heads], of the first phase
+  float* cuts;      // [queries][query_heads], of the first phase
   std::int64_t max_tokens;
   std::int64_t coarse_bytes;  // of a token and KV head
   int query_heads;
@@ -36,12 +36,12 @@ struct PhaseArgs {
 
 // ln p of one token for each set of a KV head, by the planes that `params` has.
 __device__ void score_token(const PhaseArgs& args, const ScoreParams& params,
-                            const QueryTables& tables, std::int64_t row, int kv_head,
+                            const QueryTables& tables, std::int64_t query_index, int kv_head,
                             std::int64_t token, float (&scores)[kMaxGroup]) {
-  const std::byte* block = args.scratch.plans[row].blocks[token / hashing::kBlockTokens];
+  const std::byte* block = args.scratch.plans[query_index].blocks[token / hashing::kBlockTokens];
   const int in_block = static_cast<int>(token % hashing::kBlockTokens);
   const Norms norms = load_norms(args.sketch, block, kv_head, in_block);
-  const std::int64_t first_head = row * args.query_heads + kv_head * args.group;
+  const std::int64_t first_head = query_index * args.query_heads + kv_head * args.group;
   const float* entries = tables.entries + first_head * tables.entries_per_head;
   float sums[kMaxGroup] = {};
   for (int begin = 0; begin < params.num_planes; begin += 32) {
@@ -74,17 +74,17 @@ __device__ void score_token(const PhaseArgs& args, const ScoreParams& params,
 }
 
 // Scores the candidates by the whole code; what orders a set becomes ln p of this phase and the
-// bias of the first, and all other tokens are lowest. Grid: tiles x KV heads x rows.
+// bias of the first, and all other tokens are lowest. Grid: tiles x KV heads x queries.
 __global__ __launch_bounds__(kTileThreads) void score_candidates(
     const __grid_constant__ PhaseArgs args) {
-  const std::int64_t row = blockIdx.z;
-  const RowPlan plan = args.scratch.plans[row];
+  const std::int64_t query_index = blockIdx.z;
+  const QueryPlan plan = args.scratch.plans[query_index];
   const TileRange tiles(plan);
   if (!tiles.has_block()) return;
   const int kv_head = static_cast<int>(blockIdx.y);
   const int sets = args.sets();
   const int first_set = kv_head * sets;
-  const std::int64_t states = row * args.query_heads + first_set;
+  const std::int64_t states = query_index * args.query_heads + first_set;
   if (static_cast<int>(threadIdx.x) < sets)
     args.cuts[states + threadIdx.x] = args.scratch.states[states + threadIdx.x].cut;
 
@@ -97,7 +97,7 @@ __global__ __launch_bounds__(kTileThreads) void score_candidates(
     float biases[kMaxGroup];
     unsigned candidate = 0;
     for (int s = 0; s < sets; ++s) {
-      const std::int64_t set = row * args.kv_heads * sets + first_set + s;
+      const std::int64_t set = query_index * args.kv_heads * sets + first_set + s;
       const float score = args.order[set * args.max_tokens + token];
       const float cut = args.scratch.states[states + s].cut;
       const std::uint32_t key = priority_key(args.coarse, first_set + s);
@@ -107,13 +107,13 @@ __global__ __launch_bounds__(kTileThreads) void score_candidates(
     }
     float scores[kMaxGroup];
     if (candidate != 0) {
-      score_token(args, args.fine, args.fine_tables, row, kv_head, token, scores);
+      score_token(args, args.fine, args.fine_tables, query_index, kv_head, token, scores);
       bytes += static_cast<unsigned long long>(args.sketch.token_bytes());
     }
     for (int s = 0; s < sets; ++s) {
       const bool kept = ((candidate >> s) & 1) != 0 && scores[s] > kLowestScore;
       const float value = kept ? settled_score(scores[s] + biases[s]) : kLowestScore;
-      const std::int64_t set = row * args.kv_heads * sets + first_set + s;
+      const std::int64_t set = query_index * args.kv_heads * sets + first_set + s;
       args.order[set * args.max_tokens + token] = value;
       // A set of one head is ordered by scores that are not normalised; ln p is exported.
       const bool normalises = args.per_kv_head && args.group == 1 && kept;
@@ -125,19 +125,20 @@ __global__ __launch_bounds__(kTileThreads) void score_candidates(
   atomicAdd(reinterpret_cast<unsigned long long*>(&args.flags->sketch_bytes), bytes);
 }
 
-// Adds the biases of the first phase to those of the selection. Grid: KV heads x rows.
+// Adds the biases of the first phase to those of the selection. Grid: KV heads x queries.
 __global__ __launch_bounds__(kTileThreads) void add_first_biases(
     const __grid_constant__ PhaseArgs args) {
   const int kv_head = static_cast<int>(blockIdx.x);
-  const std::int64_t row = blockIdx.y;
-  const std::int64_t list = row * args.kv_heads + kv_head;
+  const std::int64_t query_index = blockIdx.y;
+  const std::int64_t list = query_index * args.kv_heads + kv_head;
   const transfer::SelectionView& view = args.selection;
   const int sets = args.sets();
-  const float* cuts = args.cuts + row * args.query_heads + kv_head * sets;
+  const float* cuts = args.cuts + query_index * args.query_heads + kv_head * sets;
   for (std::int64_t i = threadIdx.x; i < view.counts[list]; i += kTileThreads) {
     const std::int64_t entry = list * view.capacity + i;
     float scores[kMaxGroup];
-    score_token(args, args.coarse, args.coarse_tables, row, kv_head, view.ids[entry], scores);
+    score_token(args, args.coarse, args.coarse_tables, query_index, kv_head, view.ids[entry],
+                scores);
     for (int s = 0; s < sets; ++s) {
       if (((view.head_mask[entry] >> s) & 1) == 0) continue;
       view.bias[entry * view.bias_heads + s] += priority_bias(cuts[s], scores[s]);
@@ -190,7 +191,7 @@ void enqueue_two_phases(cudaStream_t stream, const SelectRequest& request,
                        .group = request.kv.group(),
                        .per_kv_head = coarse.shared()};
   const dim3 tiles(coarse.num_tiles(), static_cast<unsigned>(args.kv_heads),
-                   static_cast<unsigned>(coarse.num_rows()));
+                   static_cast<unsigned>(coarse.num_queries()));
   score_candidates<<<tiles, kTileThreads, 0, stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 
@@ -198,7 +199,8 @@ void enqueue_two_phases(cudaStream_t stream, const SelectRequest& request,
   enqueue_priorities(fine, false);
   enqueue_marks(fine);
   enqueue_compact(fine, BiasSource::kPriorities);
-  const dim3 lists(static_cast<unsigned>(args.kv_heads), static_cast<unsigned>(coarse.num_rows()));
+  const dim3 lists(static_cast<unsigned>(args.kv_heads),
+                   static_cast<unsigned>(coarse.num_queries()));
   add_first_biases<<<lists, kTileThreads, 0, stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }

@@ -7,7 +7,7 @@ namespace {
 /// Whether a kernel that selects can attend to rows of this shape on the device.
 bool may_attend(const SelectShape& shape) {
   return shape.head_dim == kAttendDim && !shape.int8_rows &&
-         shape.kv_heads * shape.rows <= kAttendedGroups;
+         shape.kv_heads * shape.num_queries <= kAttendedGroups;
 }
 
 bool candidates_serve(const SelectShape& shape, const DeviceLimits& device) {
@@ -26,7 +26,7 @@ SelectionPlan plan_selection(const SelectShape& shape, const DeviceLimits& devic
   constexpr int kMajorWithClusters = 9;
   const ScoreParams& params = shape.params;
   SelectionPlan plan;
-  if (shape.rows == 0 || shape.max_length == 0 || shape.rule.mode != LayerMode::kSparse ||
+  if (shape.num_queries == 0 || shape.max_length == 0 || shape.rule.mode != LayerMode::kSparse ||
       shape.keep_scores || params.coarse_bits > 0 || params.selection == Selection::kPerSequence ||
       device.major < kMajorWithClusters) {
     return plan;

@@ -26,7 +26,7 @@ inline constexpr float kLog2E = 1.4426950408889634F;
 /// Value of a token that scores lowest. Its share is 0.
 inline constexpr float kLowestValue = -3.0e38F;
 
-/// Blocks that take a (row, KV head)'s sample together.
+/// Blocks that take a (query, KV head)'s sample together.
 inline constexpr int kSampleBlocks = 8;
 inline constexpr int kSamplesPerBlock = 1024;
 /// A sample is half of this at least, or all tokens.
@@ -45,9 +45,9 @@ __device__ inline float share_of(bool logit_like, float value, float reference) 
                     : value * reference;
 }
 
-__device__ inline RowPlan plan_of_row(const FilterArgs& args, int row) {
+__device__ inline QueryPlan plan_of_query(const FilterArgs& args, int query_index) {
   const SelectRequest& request = args.request;
-  const transfer::QueryRow& query = request.rows[row];
+  const transfer::QueryToken& query = request.query_batch[query_index];
   const transfer::AttendedSpans spans = transfer::attended_spans(
       request.rule, request.sequences[query.sequence].counters->length, query);
   return {.begin = spans.sink_end,

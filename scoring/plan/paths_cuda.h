@@ -9,22 +9,22 @@
 ///
 /// One pass over the sketches keeps only *candidates*, tokens whose score may be among the k best:
 ///
-/// 1. `sample`: scores some thousand tokens spread over the row; from them a reference that
+/// 1. `sample`: scores some thousand tokens spread over the sequence; from them a reference that
 ///    normalises each head, and a threshold that a little more than k tokens should reach.
 /// 2. `pass`: scores every eligible token once; writes the tokens that reach the threshold, and
 ///    what their heads' exact normalisers need.
-/// 3. `choose`: exact top-k among the candidates, by a cluster of blocks for each (row, KV head),
+/// 3. `choose`: exact top-k among the candidates, by a cluster of blocks for each (query, KV head),
 ///    with a proof that no other token belongs to it. Where the proof fails, it sets a threshold
 ///    that cannot fail, and
 /// 4. `pass` and `choose` run once more for those sets; for all others they return at once.
 ///
 /// The result is that of the full path (docs/algorithm.md, section "Select"), ties included, but
-/// for rounding of scores; and normalisers of soft-collision sets per KV head come in part from the
-/// sample, and from more tokens as far as it takes, so that none moves further than three quarters
-/// of a near-tie (candidates/collision_sums_cuda.cu).
+/// for rounding of scores; and normalisers of soft-collision selections per KV head come in part
+/// from the sample, and from more tokens as far as it takes, so that none moves further than three
+/// quarters of a near-tie (candidates/collision_sums_cuda.cu).
 namespace kvtier::scoring::cuda {
 
-/// Per (row, query head). Values are in the estimator's domain: base-2 logits for logit-like
+/// Per (query, query head). Values are in the estimator's domain: base-2 logits for logit-like
 /// scores, weighted collisions otherwise.
 struct FilterHead {
   /// The share of a token with value t is 2^(t - reference + kShareShift), or t * reference.
@@ -38,7 +38,7 @@ struct FilterHead {
 inline constexpr float kShareShift = 60.0F;
 inline constexpr float kShareLimit = 100.0F;
 
-/// Per (row, KV head).
+/// Per (query, KV head).
 struct FilterGroup {
   float threshold;      ///< Per KV head: least sum of shares of a candidate.
   std::uint32_t again;  ///< 1: the second pass is for this one.
@@ -62,21 +62,22 @@ struct FilterArgs;
 /// Shared memory, in bytes, that the stages' tables need.
 [[nodiscard]] int sample_bytes(const ScoreParams& params, int group);
 [[nodiscard]] int collision_pass_bytes(const ScoreParams& params, int group);
-/// Bytes of what blocks exchange (fused/block_exchange_cuda.cuh), of all (row, KV head) pairs.
+/// Bytes of what blocks exchange (fused/block_exchange_cuda.cuh), of all (query, KV head) pairs.
 [[nodiscard]] std::size_t mailboxes_bytes(std::int64_t groups);
 /// Words that the blocks of a selection which attends tell one another of their parts, of groups
 /// of query heads, too.
 [[nodiscard]] std::int64_t fused_parts_words(std::int64_t groups, int group);
 /// head_dim of such a selection.
 inline constexpr int kAttendDim = 128;
-/// Most (row, KV head) pairs of such a selection: more are balanced better by a kernel that shares
-/// out all of their rows.
+/// Most (query, KV head) pairs of such a selection: more are balanced better by a kernel that
+/// shares out all of their rows.
 inline constexpr std::int64_t kAttendedGroups = 16;
 /// Most query heads of a KV head of it, and of one whose scores stay on chip.
 inline constexpr int kFusedHeads = 8;
-/// Most blocks that choose the tokens of one (row, KV head) together, and wait for one another.
+/// Most blocks that choose the tokens of one (query, KV head) together, and wait for one another.
 inline constexpr unsigned kFusedBlocks = 16;
-/// Most blocks that score rows which are chosen from on chip, where (row, KV head) pairs are fewer.
+/// Most blocks that score queries which are chosen from on chip, where (query, KV head) pairs are
+/// fewer.
 inline constexpr int kFusedParts = 256;
 /// Most blocks of the pass of a selection by a stream of keys (stream/stream_cuda.cuh).
 inline constexpr int kMostStreamBlocks = 256;
@@ -84,7 +85,7 @@ inline constexpr int kMostStreamBlocks = 256;
 inline constexpr int kFusedBins = 512;
 /// Floats of what a block of it sums of a head for a recall target.
 inline constexpr int kRecallSums = 8;
-/// Bytes of what it keeps of a (row, KV head).
+/// Bytes of what it keeps of a (query, KV head).
 [[nodiscard]] std::int64_t stream_group_bytes();
 /// Most bytes that the static shared memory of a kernel has which takes what a block may have.
 inline constexpr int kStaticBytes = 19 * 1024;
@@ -96,7 +97,7 @@ struct FilterArgs {
   SelectRequest request;
   RecallParams recall;
   QueryTables tables;
-  RowPlan* plans;
+  QueryPlan* plans;
   FilterScratch filter;
   HeadEstimate* estimates;
   std::int32_t* ids;
@@ -111,7 +112,7 @@ struct FilterArgs {
   return shape.params.selection == Selection::kPerKvHead || shape.group == 1;
 }
 
-/// Norm-aware sets per KV head of which all scores fit in shared memory, in one kernel
+/// Norm-aware selections per KV head of which all scores fit in shared memory, in one kernel
 /// (fused/select_cuda.cuh). Writes the plan and returns true if it serves a shape.
 [[nodiscard]] bool plan_fused(const SelectShape& shape, const DeviceLimits& device,
                               SelectionPlan& plan);

@@ -20,7 +20,7 @@ struct PlanArgs {
   transfer::SequenceBatch sequences;
   SketchTables sketches;
   transfer::SlotTables slots;
-  transfer::QueryBatch rows;
+  transfer::QueryBatch query_batch;
   Scratch scratch;
   std::int32_t* counts;
   transfer::StepFlags* flags;
@@ -31,18 +31,18 @@ struct PlanArgs {
   int kv_heads;
 };
 
-// Grid: query heads x rows.
+// Grid: query heads x queries.
 __global__ void plan_rows(const __grid_constant__ PlanArgs args) {
-  const int row = static_cast<int>(blockIdx.y);
+  const int query_index = static_cast<int>(blockIdx.y);
   const int head = static_cast<int>(blockIdx.x);
-  const std::int64_t set = std::int64_t{row} * args.query_heads + head;
+  const std::int64_t set = std::int64_t{query_index} * args.query_heads + head;
   std::uint32_t* histogram = args.scratch.histogram + set * kRadixBins;
   for (int bin = static_cast<int>(threadIdx.x); bin < kRadixBins; bin += kThreads) {
     histogram[bin] = 0;
   }
   if (threadIdx.x != 0) return;
 
-  const transfer::QueryRow& query = args.rows[row];
+  const transfer::QueryToken& query = args.query_batch[query_index];
   const transfer::AttendedSpans spans =
       transfer::attended_spans(args.rule, args.sequences[query.sequence].counters->length, query);
   const std::int64_t k = transfer::num_to_select(args.top_k, args.sparsity, spans);
@@ -52,10 +52,10 @@ __global__ void plan_rows(const __grid_constant__ PlanArgs args) {
   state.remaining = state.wanted;
   state.all_ties = 0;
   state.ticket = 0;
-  if (head < args.kv_heads) args.counts[std::int64_t{row} * args.kv_heads + head] = 0;
+  if (head < args.kv_heads) args.counts[std::int64_t{query_index} * args.kv_heads + head] = 0;
   if (head != 0) return;
 
-  RowPlan& plan = args.scratch.plans[row];
+  QueryPlan& plan = args.scratch.plans[query_index];
   plan.begin = spans.sink_end;
   plan.end = args.purpose == PlanPurpose::kScore ? spans.eligible_end : spans.tail_begin;
   plan.k = k;
@@ -75,7 +75,7 @@ struct ExportIdsArgs {
   int group;  // of the heads of `out`: query heads per KV head, or 1 when they are KV heads
 };
 
-// Grid: heads of `out` x rows. The block walks the ascending ids, so the order is theirs.
+// Grid: heads of `out` x queries. The block walks the ascending ids, so the order is theirs.
 __global__ __launch_bounds__(kThreads) void export_id_rows(
     const __grid_constant__ ExportIdsArgs args) {
   const int head = static_cast<int>(blockIdx.x);
@@ -86,14 +86,15 @@ __global__ __launch_bounds__(kThreads) void export_id_rows(
   const unsigned wanted =
       args.out.heads == args.kv_heads ? 0xFFFFU : 1U << (head - kv_head * args.group);
   std::int32_t* out =
-      args.out.data + blockIdx.y * args.out.row_stride + head * args.out.head_stride;
+      args.out.data + blockIdx.y * args.out.query_stride + head * args.out.head_stride;
 
   const int bias_heads = args.selection.bias_heads;
   const float* biases = args.selection.bias + list * args.selection.capacity * bias_heads +
                         (bias_heads == 1 ? 0 : head - kv_head * args.group);
-  float* bias_out = args.bias.data == nullptr ? nullptr
-                                              : args.bias.data + blockIdx.y * args.bias.row_stride +
-                                                    head * args.bias.head_stride;
+  float* bias_out =
+      args.bias.data == nullptr
+          ? nullptr
+          : args.bias.data + blockIdx.y * args.bias.query_stride + head * args.bias.head_stride;
 
   const std::int64_t count = args.selection.counts[list];
   std::int64_t written = 0;
@@ -115,32 +116,33 @@ __global__ __launch_bounds__(kThreads) void export_id_rows(
 }
 
 struct ExportScoresArgs {
-  const RowPlan* plans;
-  const float* scores;  // [rows][score_heads][max_tokens]
+  const QueryPlan* plans;
+  const float* scores;  // [queries][score_heads][max_tokens]
   IdTensor ids;
   IdFloats out;
   std::int64_t max_tokens;
   int score_heads;
 };
 
-// Grid: blocks of ids x heads of `ids` x rows. With fewer heads of ids than of scores, a token's
+// Grid: blocks of ids x heads of `ids` x queries. With fewer heads of ids than of scores, a token's
 // score is the largest of its group; with more, the group's.
 __global__ __launch_bounds__(kThreads) void export_score_rows(
     const __grid_constant__ ExportScoresArgs args) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= args.ids.n) return;
   const int head = static_cast<int>(blockIdx.y);
-  const std::int64_t row = blockIdx.z;
+  const std::int64_t query_index = blockIdx.z;
   const std::int32_t id =
-      args.ids.data[row * args.ids.row_stride + head * args.ids.head_stride + i];
+      args.ids.data[query_index * args.ids.query_stride + head * args.ids.head_stride + i];
   const int first = static_cast<int>(std::int64_t{head} * args.score_heads / args.ids.heads);
   const int count = max(1, args.score_heads / args.ids.heads);
   float best = -std::numeric_limits<float>::infinity();
-  if (id >= args.plans[row].begin && id < args.plans[row].end) {
-    const float* scores = args.scores + (row * args.score_heads + first) * args.max_tokens + id;
+  if (id >= args.plans[query_index].begin && id < args.plans[query_index].end) {
+    const float* scores =
+        args.scores + (query_index * args.score_heads + first) * args.max_tokens + id;
     for (int h = 0; h < count; ++h) best = fmaxf(best, scores[h * args.max_tokens]);
   }
-  args.out.data[row * args.out.row_stride + head * args.out.head_stride + i] = best;
+  args.out.data[query_index * args.out.query_stride + head * args.out.head_stride + i] = best;
 }
 
 Stage make_stage(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace) {
@@ -174,8 +176,8 @@ DeviceLimits device_limits() {
 
 Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_t* bytes,
                        std::size_t* zeroed) {
-  const std::int64_t rows = limits.rows;
-  const std::int64_t sets = rows * limits.query_heads;
+  const std::int64_t num_queries = limits.num_queries;
+  const std::int64_t sets = num_queries * limits.query_heads;
   Scratch scratch{};
   scratch.tiles = (limits.max_tokens + kTileTokens - 1) / kTileTokens;
   scratch.segments = scratch.tiles * (kTileTokens / kSegmentTokens);
@@ -187,17 +189,17 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   const auto place_bytes = [&arena]<typename T>(T*& array, std::size_t size) {
     array = reinterpret_cast<T*>(arena.take<std::byte>(size));
   };
-  const std::int64_t groups = rows * limits.kv_heads;
+  const std::int64_t groups = num_queries * limits.kv_heads;
   place_bytes(scratch.filter.mailboxes, mailboxes_bytes(groups));
   const int group = limits.query_heads / limits.kv_heads;
   place(scratch.filter.fused_parts, fused_parts_words(groups, group));
   place(scratch.filter.fused_ids, 2 * std::min(groups, kAttendedGroups) * limits.max_selected);
   if (zeroed != nullptr) *zeroed = arena.bytes();
-  place(scratch.plans, rows);
+  place(scratch.plans, num_queries);
   place(scratch.states, sets);
   place(scratch.histogram, sets * kRadixBins);
   place(scratch.ties, sets * scratch.segments);
-  place(scratch.chosen, rows * limits.kv_heads * scratch.segments);
+  place(scratch.chosen, num_queries * limits.kv_heads * scratch.segments);
   place(scratch.partials, sets * scratch.tiles);
   place(scratch.normalisers, sets);
   place_bytes(scratch.estimates, estimates_bytes(sets));
@@ -244,7 +246,7 @@ void enqueue_plan(const Stage& stage, PlanPurpose purpose) {
                       .sequences = request.sequences,
                       .sketches = request.sketches,
                       .slots = request.slots,
-                      .rows = request.rows,
+                      .query_batch = request.query_batch,
                       .scratch = stage.scratch,
                       .counts = stage.workspace.selection.counts,
                       .flags = request.flags,
@@ -253,14 +255,15 @@ void enqueue_plan(const Stage& stage, PlanPurpose purpose) {
                       .top_k = request.params.top_k,
                       .query_heads = request.kv.query_heads,
                       .kv_heads = request.kv.kv_heads};
-  const dim3 grid(static_cast<unsigned>(args.query_heads), static_cast<unsigned>(stage.num_rows()));
+  const dim3 grid(static_cast<unsigned>(args.query_heads),
+                  static_cast<unsigned>(stage.num_queries()));
   plan_rows<<<grid, kThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
 void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
             const RecallParams& recall_params, const SelectionPlan& plan) {
-  if (request.rows.count == 0) return;
+  if (request.query_batch.count == 0) return;
   if (request.params.coarse_bits > 0) {
     return enqueue_two_phases(static_cast<cudaStream_t>(stream), request, workspace);
   }
@@ -300,7 +303,7 @@ void export_missed(void* stream, const SelectRequest& request, const SelectorWor
 
 void adopt(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
            const IdTensor& ids, const IdFloats& bias) {
-  if (request.rows.count == 0) return;
+  if (request.query_batch.count == 0) return;
   const Stage stage = make_stage(stream, request, workspace);
   enqueue_plan(stage, PlanPurpose::kAdopt);
   if (request.max_length <= 0) return;
@@ -310,21 +313,22 @@ void adopt(void* stream, const SelectRequest& request, const SelectorWorkspace& 
 
 void export_ids(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
                 const IdTensor& out, const IdFloats& bias) {
-  if (request.rows.count == 0 || out.n == 0) return;
+  if (request.query_batch.count == 0 || out.n == 0) return;
   const bool per_kv_head = out.heads == request.kv.kv_heads;
   const ExportIdsArgs args{.selection = workspace.selection,
                            .out = out,
                            .bias = bias,
                            .kv_heads = request.kv.kv_heads,
                            .group = per_kv_head ? 1 : request.kv.group()};
-  const dim3 grid(static_cast<unsigned>(out.heads), static_cast<unsigned>(request.rows.count));
+  const dim3 grid(static_cast<unsigned>(out.heads),
+                  static_cast<unsigned>(request.query_batch.count));
   export_id_rows<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
 void export_scores(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
                    const IdTensor& ids, const IdFloats& out) {
-  if (request.rows.count == 0 || ids.n == 0) return;
+  if (request.query_batch.count == 0 || ids.n == 0) return;
   const Stage stage = make_stage(stream, request, workspace);
   const ExportScoresArgs args{.plans = stage.scratch.plans,
                               .scores = stage.shared() ? workspace.combined : workspace.scores,
@@ -333,7 +337,8 @@ void export_scores(void* stream, const SelectRequest& request, const SelectorWor
                               .max_tokens = workspace.limits.max_tokens,
                               .score_heads = stage.num_sets()};
   const dim3 grid(static_cast<unsigned>((ids.n + kThreads - 1) / kThreads),
-                  static_cast<unsigned>(ids.heads), static_cast<unsigned>(request.rows.count));
+                  static_cast<unsigned>(ids.heads),
+                  static_cast<unsigned>(request.query_batch.count));
   export_score_rows<<<grid, kThreads, 0, stage.stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }

@@ -11,8 +11,8 @@
 /// Internal to the CUDA half of the selector: the stages of a selection, each a few launches.
 ///
 /// Every stage is stream-ordered, allocates nothing and reads nothing on the host. What depends on
-/// a sequence's length is in `RowPlan`, which `enqueue_plan` writes on the device from the
-/// counters; grids cover `request.max_length` and blocks outside a row's range return at once.
+/// a sequence's length is in `QueryPlan`, which `enqueue_plan` writes on the device from the
+/// counters; grids cover `request.max_length` and blocks outside a query's range return at once.
 namespace kvtier::scoring::cuda {
 
 /// Tokens that a warp, and a block of 8 warps, handles in the stages after scoring.
@@ -23,9 +23,9 @@ inline constexpr int kTileThreads = kTileTokens / kSegmentTokens * 32;
 /// Bins of one radix pass over 32-bit keys, of 11, 11 and 10 bits.
 inline constexpr int kRadixBins = 2048;
 
-/// A query row: the tokens [begin, end) that may be selected, how many to select, its sketch
+/// A query: the tokens [begin, end) that may be selected, how many to select, its sketch
 /// blocks, which are those of all sequences where there are slots.
-struct RowPlan {
+struct QueryPlan {
   std::int64_t begin = 0;
   std::int64_t end = 0;
   std::int64_t k = 0;
@@ -44,33 +44,34 @@ struct SetState {
   float cut;
 };
 
-/// Per (row, query head), of a selection for a recall target (generic/recall_cuda.cuh).
+/// Per (query, query head), of a selection for a recall target (generic/recall_cuda.cuh).
 struct HeadEstimate;
 
-/// Per (row, query head), of the filtered path (plan/paths_cuda.h).
+/// Per (query, query head), of the filtered path (plan/paths_cuda.h).
 struct FilterHead;
 struct FilterGroup;
 struct SampleRest;
 struct Mailbox;
 struct StreamGroup;
 
-/// Views of the memory of the filtered path. Candidates of (row, KV head) and segment s are at
+/// Views of the memory of the filtered path. Candidates of (query, KV head) and segment s are at
 /// slots 256 s ...: ids in `SelectorWorkspace::combined` (as int32), the group's values in
 /// `scores` as `[slot][group]`.
 struct FilterScratch {
-  FilterHead* heads;      // [rows][query_heads]
-  FilterGroup* groups;    // [rows][kv_heads]
-  std::uint32_t* counts;  // [rows][kv_heads][segments] candidates of a segment
-  float* partials;        // [rows][kv_heads][segments][group] sums of shares
-  SampleRest* others;     // [rows][query_heads][blocks of a sample]
-  std::uint32_t* slots;   // [rows][kv_heads][max_tokens] slots of more candidates than fit on chip
-  Mailbox* mailboxes;     // [rows][kv_heads], zero at first (fused/block_exchange_cuda.cuh)
-  std::uint64_t* fused_parts;  // [rows][kv_heads][blocks][words of a part], zero at first
-  std::uint64_t* fused_ids;    // [rows][kv_heads][max_selected][2], zero at first
-  float2* fused_sums;  // [rows][kv_heads][parts][group] parts of normalisers, as maximum and sum
+  FilterHead* heads;      // [queries][query_heads]
+  FilterGroup* groups;    // [queries][kv_heads]
+  std::uint32_t* counts;  // [queries][kv_heads][segments] candidates of a segment
+  float* partials;        // [queries][kv_heads][segments][group] sums of shares
+  SampleRest* others;     // [queries][query_heads][blocks of a sample]
+  std::uint32_t*
+      slots;           // [queries][kv_heads][max_tokens] slots of more candidates than fit on chip
+  Mailbox* mailboxes;  // [queries][kv_heads], zero at first (fused/block_exchange_cuda.cuh)
+  std::uint64_t* fused_parts;  // [queries][kv_heads][blocks][words of a part], zero at first
+  std::uint64_t* fused_ids;    // [queries][kv_heads][max_selected][2], zero at first
+  float2* fused_sums;  // [queries][kv_heads][parts][group] parts of normalisers, as maximum and sum
   // Of a selection by a stream of keys (stream/stream_cuda.cuh):
-  std::uint16_t* stream_keys;  // [rows][kv_heads][max_tokens], in memory of `token_mask`
-  StreamGroup* stream_groups;  // [rows][kv_heads]
+  std::uint16_t* stream_keys;  // [queries][kv_heads][max_tokens], in memory of `token_mask`
+  StreamGroup* stream_groups;  // [queries][kv_heads]
   float2* stream_sums;  // [groups + blocks of the pass][kMaxGroup] parts of normalisers, as maximum
                         // and sum
   std::uint32_t* stream_counts;  // [groups + blocks of the pass][2][kFusedBins] tokens by bins of
@@ -81,15 +82,15 @@ struct FilterScratch {
 /// Views of `SelectorWorkspace::scratch`. A *set* is what gets its own k tokens: a KV head or a
 /// query head; arrays per set have the stride of query heads in both cases.
 struct Scratch {
-  RowPlan* plans;            // [rows]
-  SetState* states;          // [rows][query_heads]
-  std::uint32_t* histogram;  // [rows][query_heads][kRadixBins], zero between launches
-  std::uint32_t* ties;       // [rows][query_heads][segments] counts, then counts before the segment
-  std::uint32_t* chosen;     // [rows][kv_heads][segments], the same
-  float2* partials;          // [rows][query_heads][tiles] max and sum of a `LogSum`
-  float* normalisers;        // [rows][query_heads] log-sum-exp, or sum of collisions
-  HeadEstimate* estimates;   // [rows][query_heads]
-  std::uint64_t* masses;     // [rows][query_heads][kRadixBins], in memory of the filtered path
+  QueryPlan* plans;          // [queries]
+  SetState* states;          // [queries][query_heads]
+  std::uint32_t* histogram;  // [queries][query_heads][kRadixBins], zero between launches
+  std::uint32_t* ties;    // [queries][query_heads][segments] counts, then counts before the segment
+  std::uint32_t* chosen;  // [queries][kv_heads][segments], the same
+  float2* partials;       // [queries][query_heads][tiles] max and sum of a `LogSum`
+  float* normalisers;     // [queries][query_heads] log-sum-exp, or sum of collisions
+  HeadEstimate* estimates;  // [queries][query_heads]
+  std::uint64_t* masses;    // [queries][query_heads][kRadixBins], in memory of the filtered path
   FilterScratch filter;
   std::int64_t segments;
   std::int64_t tiles;
@@ -107,14 +108,14 @@ struct Stage {
   const SelectorWorkspace& workspace;
   Scratch scratch;
 
-  int num_rows() const { return request.rows.count; }
+  int num_queries() const { return request.query_batch.count; }
   bool prioritised() const { return request.params.rule == SelectionRule::kPriority; }
   bool shared() const { return request.params.shared(); }
   bool per_sequence() const { return request.params.selection == Selection::kPerSequence; }
-  /// The set of a sequence is found once for each KV head, side by side.
+  /// The selection of a sequence is found once for each KV head, side by side.
   int num_sets() const { return shared() ? request.kv.kv_heads : request.kv.query_heads; }
-  /// Scores that order the tokens of a set, `[rows][sets][max_tokens]`. Normalising one head keeps
-  /// its order, but not every last bit of it.
+  /// Scores that order the tokens of a selection, `[queries][sets][max_tokens]`. Normalising one
+  /// head keeps its order, but not every last bit of it.
   const float* order() const {
     const bool combines = per_sequence() || (shared() && request.kv.group() > 1);
     return combines ? workspace.combined : workspace.scores;
@@ -124,7 +125,7 @@ struct Stage {
   }
 };
 
-/// Bytes of the estimates of so many (row, query head).
+/// Bytes of the estimates of so many (query, query head).
 [[nodiscard]] std::size_t estimates_bytes(std::int64_t count);
 
 /// Returns an attribute of the current device.

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-/// The choice among values in L2: the blocks of a cluster share the tokens of a (row, KV head), and
-/// search for the k-th best of all its sets at once, one or one per query head. A round counts
+/// The choice among values in L2: the blocks of a cluster share the tokens of a (query, KV head),
+/// and search for the k-th best of all its sets at once, one or one per query head. A round counts
 /// tokens by bins; a few tokens of the bin that has the k-th are then compared one by one.
 namespace kvtier::scoring::cuda {
 

@@ -7,14 +7,15 @@
 #include <algorithm>
 #include <cstdint>
 
-/// Soft collisions of rows that are few enough for L2: every head's value of every token is written
-/// there, the normalisers are exact, and clusters choose by counting (soft/choice_cuda.cuh).
-/// Nothing is guessed and nothing has to be proven, so there are two launches instead of five.
+/// Soft collisions of queries that are few enough for L2: every head's value of every token is
+/// written there, the normalisers are exact, and clusters choose by counting
+/// (soft/choice_cuda.cuh). Nothing is guessed and nothing has to be proven, so there are two
+/// launches instead of five.
 namespace kvtier::scoring::cuda {
 namespace {
 
 struct CollisionShape {
-  unsigned parts;   ///< Blocks that score four heads of a (row, KV head).
+  unsigned parts;   ///< Blocks that score four heads of a (query, KV head).
   unsigned blocks;  ///< Blocks that choose of it.
   int capacity;     ///< Tokens of a block that chooses, whole units.
   bool early;       ///< Whether sketches may be read before the wait.
@@ -25,8 +26,8 @@ constexpr int kPairWords = 2 * kP10L60Tables * kP10L60RowBytes / 4;
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
-/// What a row's first kernel tells beside its scores. One thread of a (row, KV head).
-__device__ void announce(const FilterArgs& args, const RowPlan& plan, int kv_head,
+/// What a query's first kernel tells beside its scores. One thread of a (query, KV head).
+__device__ void announce(const FilterArgs& args, const QueryPlan& plan, int kv_head,
                          std::int64_t group_index) {
   const SelectRequest& request = args.request;
   if (plan.k <= 0) args.selection.counts[group_index] = 0;
@@ -53,9 +54,9 @@ __device__ void put_values(float* to, int heads, bool aligned, const float (&val
 
 #endif
 
-// `parts` blocks per (row, KV head) and four of its heads, each with a run of the row's units.
+// `parts` blocks per (query, KV head) and four of its heads, each with a run of the query's units.
 // Dynamic shared memory: half pairs. Values go to `args.values`, `[slot][group]` with the
-// tokens as slots, and the parts of the normalisers to `[row, KV head][part][head]`. kHeads 2: of
+// tokens as slots, and the parts of the normalisers to `[query, KV head][part][head]`. kHeads 2: of
 // groups that have no more.
 template <int kHeads>
 __global__ __launch_bounds__(kPassThreads, 1) void score_collisions(
@@ -64,17 +65,17 @@ __global__ __launch_bounds__(kPassThreads, 1) void score_collisions(
   extern __shared__ __align__(128) std::uint32_t tables[];
   __shared__ float warp_sums[kPassWarps][kHeads];
   const SelectRequest& request = args.request;
-  const auto row = static_cast<int>(blockIdx.y);
+  const auto query_index = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.z);
   const unsigned part = blockIdx.x % shape.parts;
   const int first_head = static_cast<int>(blockIdx.x / shape.parts) * kHeads;
   const int group = request.kv.group();
   const int heads = min(group - first_head, kHeads);
-  const std::int64_t group_index = std::int64_t{row} * request.kv.kv_heads + kv_head;
+  const std::int64_t group_index = std::int64_t{query_index} * request.kv.kv_heads + kv_head;
   TileReader reader(args, kv_head);
   FusedShare started(0, 0, 0, 1);
   if (shape.early) {  // see start_early in fused/select_cuda.cu
-    const transfer::QueryRow& query = request.rows[row];
+    const transfer::QueryToken& query = request.query_batch[query_index];
     const transfer::SequenceCounters* counters = request.sequences[query.sequence].counters;
     const transfer::AttendedSpans spans =
         transfer::attended_spans(request.rule, __ldcg(&counters->length), query);
@@ -85,7 +86,7 @@ __global__ __launch_bounds__(kPassThreads, 1) void score_collisions(
   transfer::cuda::let_next_start();
 
   const P10L60Entries entries(args.tables, group_index * group + first_head, heads);
-  const RowPlan plan = plan_of_row(args, row);
+  const QueryPlan plan = plan_of_query(args, query_index);
   if (blockIdx.x == 0 && threadIdx.x == 0) announce(args, plan, kv_head, group_index);
   if (plan.k <= 0) return;
   const FusedShare share(plan.begin, plan.end, part, shape.parts);
@@ -140,15 +141,15 @@ __device__ void read_references(const FilterArgs& args, const FusedWork& work, u
   shared.references[head] = total > 0.0F ? eligible / (total * heads) : 0.0F;
 }
 
-// A cluster per (row, KV head). Dynamic shared memory: what the blocks exchange, masks and keys of
-// the block's tokens.
+// A cluster per (query, KV head). Dynamic shared memory: what the blocks exchange, masks and keys
+// of the block's tokens.
 template <int kSets>
 __global__ __launch_bounds__(kSetThreads, 1) void choose_collisions(
     const __grid_constant__ FilterArgs args, const __grid_constant__ CollisionShape shape) {
 #if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::byte dynamic[];
   __shared__ __align__(16) SetShared shared;
-  const auto row = static_cast<int>(blockIdx.y);
+  const auto query_index = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
   const unsigned rank = blockIdx.x % shape.blocks;
   const int group = args.request.kv.group();
@@ -168,7 +169,7 @@ __global__ __launch_bounds__(kSetThreads, 1) void choose_collisions(
   __syncwarp();
   cluster_arrive();
   // The kernel that scores has let this one start when all before it were done.
-  const FusedWork work(args, row, kv_head, rank, shape.blocks);
+  const FusedWork work(args, query_index, kv_head, rank, shape.blocks);
   transfer::cuda::wait_for_previous();
   transfer::cuda::let_next_start();
   if (work.plan.k <= 0) return;  // the whole cluster
@@ -241,7 +242,7 @@ bool plan_soft_in_l2(const SelectShape& shape, const DeviceLimits& device, Selec
       !TableShape(params).p10_l60() || (!together && shape.group > kValueHeads)) {
     return false;
   }
-  const int groups = shape.kv_heads * shape.rows;
+  const int groups = shape.kv_heads * shape.num_queries;
   // What is written to four fifths of the L2 cache is read back at once.
   const std::int64_t most = device.l2_bytes / 5 * 4;
   if (shape.max_length * groups * shape.group * std::int64_t{sizeof(float)} > most) return false;
@@ -275,7 +276,7 @@ void enqueue_soft_in_l2(cudaStream_t stream, const FilterArgs& args, const Selec
   const SelectRequest& request = args.request;
   const int group = request.kv.group();
   const auto heads = static_cast<unsigned>(request.kv.kv_heads);
-  const auto rows = static_cast<unsigned>(request.rows.count);
+  const auto num_queries = static_cast<unsigned>(request.query_batch.count);
   const auto score = group <= 2 ? score_collisions<2> : score_collisions<kValueHeads>;
   const bool together = request.params.selection == Selection::kPerKvHead || group == 1;
   const CollisionKernel choose = choose_kernel(together);
@@ -285,12 +286,12 @@ void enqueue_soft_in_l2(cudaStream_t stream, const FilterArgs& args, const Selec
                              .capacity = plan.capacity,
                              .early = request.rule.recent_tokens >= hashing::kMostOverlappedTokens};
   constexpr int kScoreBytes = kPairWords * 4;
-  const dim3 scorers(static_cast<unsigned>(quads_of(group)) * shape.parts, rows, heads);
+  const dim3 scorers(static_cast<unsigned>(quads_of(group)) * shape.parts, num_queries, heads);
   transfer::cuda::launch_overlapping(stream, score, scorers, kPassThreads, std::size_t{kScoreBytes},
                                      args, shape);
-  transfer::cuda::launch_overlapping_clusters(stream, choose, dim3(heads * shape.blocks, rows),
-                                              shape.blocks, kSetThreads,
-                                              static_cast<std::size_t>(plan.bytes), args, shape);
+  transfer::cuda::launch_overlapping_clusters(
+      stream, choose, dim3(heads * shape.blocks, num_queries), shape.blocks, kSetThreads,
+      static_cast<std::size_t>(plan.bytes), args, shape);
 }
 
 }  // namespace kvtier::scoring::cuda

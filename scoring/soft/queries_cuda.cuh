@@ -29,13 +29,14 @@ inline constexpr int __host__ __device__ pair_bytes(int heads) {
 
 /// Projects the group's heads onto the block's share of the planes and tells all their chances. The
 /// workers.
-__device__ inline void post_chances(const FilterArgs& args, const FusedInput& input, int row,
-                                    int kv_head, const BlockExchange& peers,
+__device__ inline void post_chances(const FilterArgs& args, const FusedInput& input,
+                                    int query_index, int kv_head, const BlockExchange& peers,
                                     const FusedPlanes& share, FusedTables& tables) {
   const int group = args.request.kv.group();
   const auto dim = static_cast<float>(args.request.planes.head_dim);
   const float scale = 1.0F / (sqrtf(dim) * args.request.params.tau);
-  const int staged = bring_heads(args, input, row, kv_head, kP10L60Bits, peers, share, tables);
+  const int staged =
+      bring_heads(args, input, query_index, kv_head, kP10L60Bits, peers, share, tables);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < share.count * group; i += share.workers) {
     const int plane = i / group;

@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <cstdint>
 
-/// Soft collisions of rows that are short enough for shared memory: one kernel makes the tables of
-/// the queries, keeps every head's value of every token, and chooses by counting. Nothing is
-/// guessed, and nothing has to be proven.
+/// Soft collisions of queries whose tokens are few enough for shared memory: one kernel makes the
+/// tables of the queries, keeps every head's value of every token, and chooses by counting. Nothing
+/// is guessed, and nothing has to be proven.
 namespace kvtier::scoring::cuda {
 namespace {
 
@@ -46,7 +46,7 @@ constexpr int __host__ __device__ table_bytes(int heads) {
 /// as soon as it may; ends with that append. Returns the share that has been started.
 template <int kHeads>
 __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
-                              const FusedShape& shape, int row, int kv_head,
+                              const FusedShape& shape, int query_index, int kv_head,
                               const BlockExchange& peers, TileReader& reader,
                               CollisionTables& tables, std::uint32_t* pairs) {
   const SelectRequest& request = args.request;
@@ -54,7 +54,7 @@ __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
   FusedShare started(0, 0, 0, 1);
   const auto start_early = [&] {  // see fused/select_cuda.cu
     if (!shape.early) return;
-    const transfer::QueryRow& query = request.rows[row];
+    const transfer::QueryToken& query = request.query_batch[query_index];
     const transfer::SequenceCounters* counters = request.sequences[query.sequence].counters;
     const transfer::AttendedSpans spans =
         transfer::attended_spans(request.rule, __ldcg(&counters->length), query);
@@ -64,7 +64,7 @@ __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
   // Whole warps. Those that project have no time for it before the others wait for them.
   const bool projects = static_cast<int>(threadIdx.x) < planes.workers;
   if (projects) {
-    post_chances(args, input, row, kv_head, peers, planes, tables.queries);
+    post_chances(args, input, query_index, kv_head, peers, planes, tables.queries);
   } else {
     start_early();
   }
@@ -185,7 +185,7 @@ __device__ void write_keys(const FusedWork& work, int group, const float* values
 
 #endif
 
-// `shape.blocks` blocks per (row, KV head), a group, have runs of neighbouring units. Dynamic
+// `shape.blocks` blocks per (query, KV head), a group, have runs of neighbouring units. Dynamic
 // shared memory: half pairs, in the place of which blocks later exchange what they have; values of
 // the block's tokens, which become keys, and before what the tables are made from. The blocks
 // exchange chances of the planes, sums of values, counts by bins, and keys of the last bin; each
@@ -201,7 +201,7 @@ __global__ __launch_bounds__(kFusedThreads + kAppendRoom, 1) void select_collisi
   __shared__ __align__(16) FusedShared shared;
   __shared__ float warp_sums[kFusedWarps][kHeads];
   __shared__ FusedRows rows;
-  const auto row = static_cast<int>(blockIdx.y);
+  const auto query_index = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
   const unsigned rank = blockIdx.x % shape.blocks;
   auto* const pairs = reinterpret_cast<std::uint32_t*>(dynamic);
@@ -211,16 +211,17 @@ __global__ __launch_bounds__(kFusedThreads + kAppendRoom, 1) void select_collisi
   shared.bins[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.chosen_before = 0;
   if (!input.after_append) transfer::cuda::wait_for_previous();
-  const BlockExchange peers(args, std::int64_t{row} * args.request.kv.kv_heads + kv_head, rank,
-                            shape.blocks);
+  const BlockExchange peers(args, std::int64_t{query_index} * args.request.kv.kv_heads + kv_head,
+                            rank, shape.blocks);
   TileReader reader(args, kv_head);
-  const FusedShare started = prepare<kHeads>(args, input, shape, row, kv_head, peers, reader,
-                                             *reinterpret_cast<CollisionTables*>(after), pairs);
-  const FusedWork work(args, row, kv_head, rank, shape.blocks);
+  const FusedShare started =
+      prepare<kHeads>(args, input, shape, query_index, kv_head, peers, reader,
+                      *reinterpret_cast<CollisionTables*>(after), pairs);
+  const FusedWork work(args, query_index, kv_head, rank, shape.blocks);
   if (rank == 0 && threadIdx.x == 0) tell(args, work);
   if constexpr (kAttends) {
-    if (threadIdx.x == 0) rows.fill(args, row, work.plan.k);
-    prefetch_pages(args, row, work.plan.end);
+    if (threadIdx.x == 0) rows.fill(args, query_index, work.plan.k);
+    prefetch_pages(args, query_index, work.plan.end);
   }
   if (!work.empty()) {  // as all of the group
     const FusedShare share(work.plan.begin, work.plan.end, rank, shape.blocks);
@@ -233,7 +234,8 @@ __global__ __launch_bounds__(kFusedThreads + kAppendRoom, 1) void select_collisi
                            *reinterpret_cast<FusedExchange*>(pairs), shared);
   }
   if constexpr (kAttends) {
-    attend_row(args, input, attention, peers, rows, row, kv_head, work.group_index, dynamic);
+    attend_query(args, input, attention, peers, rows, query_index, kv_head, work.group_index,
+                 dynamic);
   }
 #endif
 }
@@ -251,7 +253,7 @@ int heads_of(int group) { return group <= 2 ? 2 : kPairHeads; }
 
 bool plan_soft(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
   const ScoreParams& params = shape.params;
-  const int groups = shape.kv_heads * shape.rows;
+  const int groups = shape.kv_heads * shape.num_queries;
   if (params.estimator != Estimator::kSoftCollision || params.logit_like() ||
       !TableShape(params).p10_l60() || !one_set(shape) || shape.group > kPairHeads ||
       shape.plane_dim > FusedTables::kMaxHeadDim ||
@@ -289,7 +291,7 @@ void enqueue_soft(cudaStream_t stream, const FilterArgs& args, const SelectionPl
   const FusedAttention attention = fused_attention(request, bytes);
   allow_shape(kernel, most_bytes());
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
-                  static_cast<unsigned>(request.rows.count));
+                  static_cast<unsigned>(request.query_batch.count));
   transfer::cuda::launch_overlapping(stream, kernel, grid, kFusedThreads,
                                      static_cast<std::size_t>(bytes), args, input, attention,
                                      fused_shape(args, input, plan));

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 /// How the passes over collisions divide the tokens: a block takes neighbouring segments, and loads
-/// the tables of a (row, KV head) when it comes to one; each of its warps takes segments of its
+/// the tables of a (query, KV head) when it comes to one; each of its warps takes segments of its
 /// own.
 namespace kvtier::scoring::cuda {
 
@@ -14,9 +14,9 @@ inline constexpr int kPassThreads = kPassWarps * 32;
 inline constexpr int kGroupsOf32 = kSegmentTokens / 32;
 inline constexpr int kSegmentsPerBlock = hashing::kBlockTokens / kSegmentTokens;
 
-/// What a block works on: neighbouring segments of one (row, KV head).
+/// What a block works on: neighbouring segments of one (query, KV head).
 struct Span {
-  int row;
+  int query_index;
   int kv_head;
   std::int64_t group_index;
   std::int64_t begin;  // segments
@@ -24,80 +24,82 @@ struct Span {
 };
 
 struct SpanShared {
-  std::uint32_t starts[transfer::kMaxBatch + 1];  // tiles before each row's
+  std::uint32_t starts[transfer::kMaxBatch + 1];  // tiles before each query's
 };
 
-__device__ inline std::int64_t first_segment(const RowPlan& plan) {
+__device__ inline std::int64_t first_segment(const QueryPlan& plan) {
   return plan.begin / kSegmentTokens;
 }
-__device__ inline std::int64_t end_segment(const RowPlan& plan) {
+__device__ inline std::int64_t end_segment(const QueryPlan& plan) {
   return plan.k > 0 ? (plan.end + kSegmentTokens - 1) / kSegmentTokens : first_segment(plan);
 }
 
-/// Calls `work(span)` for the block's share of all tiles, `tile_segments` segments of a (row, KV
+/// Calls `work(span)` for the block's share of all tiles, `tile_segments` segments of a (query, KV
 /// head) each; `again`: of those that the second pass is for. All threads; no barriers between the
 /// calls.
 template <typename Work>
 __device__ void for_each_span(const FilterArgs& args, SpanShared& shared,
                               std::uint32_t tile_segments, bool again, Work&& work) {
   const SelectRequest& request = args.request;
-  const int rows = request.rows.count;
+  const int num_queries = request.query_batch.count;
   const int kv_heads = request.kv.kv_heads;
-  const auto wanted = [&](int row, int kv_head) {
-    return args.filter.groups[row * kv_heads + kv_head].again != 0;
+  const auto wanted = [&](int query_index, int kv_head) {
+    return args.filter.groups[query_index * kv_heads + kv_head].again != 0;
   };
   // Divisions of 32 bits: those of 64 are long. Tiles are a 256th of the tokens or fewer.
-  const auto tiles_per_head = [&](int row) {
-    const auto segments =
-        static_cast<std::uint32_t>(end_segment(args.plans[row]) - first_segment(args.plans[row]));
+  const auto tiles_per_head = [&](int query_index) {
+    const auto segments = static_cast<std::uint32_t>(end_segment(args.plans[query_index]) -
+                                                     first_segment(args.plans[query_index]));
     return (segments + tile_segments - 1) / tile_segments;
   };
   bool any = false;
 #pragma unroll 1
-  for (int row = static_cast<int>(threadIdx.x); row < rows; row += kPassThreads) {
+  for (int query_index = static_cast<int>(threadIdx.x); query_index < num_queries;
+       query_index += kPassThreads) {
     int heads = kv_heads;
 #pragma unroll 1
     for (int kv_head = 0; again && kv_head < kv_heads; ++kv_head) {
-      if (!wanted(row, kv_head)) --heads;
+      if (!wanted(query_index, kv_head)) --heads;
     }
     any = any || heads > 0;
-    shared.starts[row + 1] = tiles_per_head(row) * heads;
+    shared.starts[query_index + 1] = tiles_per_head(query_index) * heads;
   }
   if (__syncthreads_or(any ? 1 : 0) == 0) return;
   if (threadIdx.x == 0) {
     shared.starts[0] = 0;
 #pragma unroll 1
-    for (int row = 0; row < rows; ++row) shared.starts[row + 1] += shared.starts[row];
+    for (int query_index = 0; query_index < num_queries; ++query_index)
+      shared.starts[query_index + 1] += shared.starts[query_index];
   }
   __syncthreads();
-  const std::uint32_t each = shared.starts[rows] / gridDim.x;
-  const std::uint32_t rest = shared.starts[rows] % gridDim.x;
+  const std::uint32_t each = shared.starts[num_queries] / gridDim.x;
+  const std::uint32_t rest = shared.starts[num_queries] % gridDim.x;
   const auto first_tile = [&](std::uint32_t block) {  // of all tiles * block / blocks
     return each * block + rest * block / gridDim.x;
   };
   std::uint32_t tile = first_tile(blockIdx.x);
   const std::uint32_t last = first_tile(blockIdx.x + 1);
-  int row = 0;
+  int query_index = 0;
   while (tile < last) {
-    while (shared.starts[row + 1] <= tile) ++row;
-    const std::uint32_t per_head = tiles_per_head(row);
-    const std::uint32_t local = tile - shared.starts[row];
+    while (shared.starts[query_index + 1] <= tile) ++query_index;
+    const std::uint32_t per_head = tiles_per_head(query_index);
+    const std::uint32_t local = tile - shared.starts[query_index];
     const std::uint32_t number = local / per_head;
     const std::uint32_t from = local - number * per_head;
     const std::uint32_t tiles = min(last - tile, per_head - from);
-    const std::int64_t first = first_segment(args.plans[row]);
+    const std::int64_t first = first_segment(args.plans[query_index]);
     auto kv_head = static_cast<int>(number);
     if (again) {
       kv_head = 0;
 #pragma unroll 1
       for (std::uint32_t before = 0;; ++kv_head) {
-        if (wanted(row, kv_head) && before++ == number) break;
+        if (wanted(query_index, kv_head) && before++ == number) break;
       }
     }
-    work(Span{
-        row, kv_head, std::int64_t{row} * kv_heads + kv_head,
-        first + std::int64_t{from} * tile_segments,
-        min(first + std::int64_t{from + tiles} * tile_segments, end_segment(args.plans[row]))});
+    work(Span{query_index, kv_head, std::int64_t{query_index} * kv_heads + kv_head,
+              first + std::int64_t{from} * tile_segments,
+              min(first + std::int64_t{from + tiles} * tile_segments,
+                  end_segment(args.plans[query_index]))});
     tile += tiles;
   }
 }
@@ -109,7 +111,7 @@ struct Cursor {
 
   __device__ Cursor(const std::byte* block_in, int in_block_in)
       : block(block_in), in_block(in_block_in) {}
-  __device__ Cursor(const RowPlan& plan, std::int64_t segment)
+  __device__ Cursor(const QueryPlan& plan, std::int64_t segment)
       : block(plan.blocks[segment / kSegmentsPerBlock]),
         in_block(static_cast<int>(segment % kSegmentsPerBlock) * kSegmentTokens) {}
 };
@@ -118,7 +120,7 @@ struct Eligible {  // tokens, relative to the segment
   int begin;
   int end;
 
-  __device__ Eligible(const RowPlan& plan, std::int64_t segment)
+  __device__ Eligible(const QueryPlan& plan, std::int64_t segment)
       : begin(static_cast<int>(max(plan.begin - segment * kSegmentTokens, std::int64_t{0}))),
         end(static_cast<int>(
             min(plan.end - segment * kSegmentTokens, std::int64_t{kSegmentTokens}))) {}
@@ -169,7 +171,7 @@ struct Start {
   P10L60Code code;
 
   // A warp without a segment reads the span's first.
-  __device__ Start(const hashing::SketchGeometry& sketch, const RowPlan& plan, const Span& span)
+  __device__ Start(const hashing::SketchGeometry& sketch, const QueryPlan& plan, const Span& span)
       : cursor(plan, min(span.begin + threadIdx.x / 32, span.end - 1)),
         value_norm(Lane(sketch, span.kv_head).value_norm(cursor, 0)) {
     if constexpr (kP10L60) code = read_p10_l60(Lane(sketch, span.kv_head).chunks(cursor, 0));

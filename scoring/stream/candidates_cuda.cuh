@@ -37,7 +37,7 @@ struct Candidates {
 /// Masses of tokens are multiples of 2^-31.
 inline constexpr float kMassUnits = 0x1p31F;
 
-/// What a selection for a recall target knows of a (row, KV head), in shared memory. A token's
+/// What a selection for a recall target knows of a (query, KV head), in shared memory. A token's
 /// share of the attention of a head is 2^(slope x + offset), x its base-2 logit without the value
 /// norm.
 struct RecallShared {

@@ -11,7 +11,7 @@
 namespace kvtier::scoring::cuda {
 namespace {
 
-/// Blocks per (row, KV head).
+/// Blocks per (query, KV head).
 struct ChoiceShape {
   unsigned blocks;
 };
@@ -21,7 +21,7 @@ struct ChoiceShape {
 /// Adds the masses of the always-attended tokens to base-2 logarithms of sums, of each head; each
 /// times its value norm, if `with_values`, as the weighting says. All threads; begins and ends with
 /// a barrier. `memory`: room for the group's queries and the warps' sums.
-__device__ void add_static(const FilterArgs& args, int row, int kv_head, bool with_values,
+__device__ void add_static(const FilterArgs& args, int query_index, int kv_head, bool with_values,
                            float* memory, float* log_sums) {
   const SelectRequest& request = args.request;
   const transfer::KvGeometry& kv = request.kv;
@@ -31,13 +31,13 @@ __device__ void add_static(const FilterArgs& args, int row, int kv_head, bool wi
   const int lane = thread % 32;
   float* const queries = memory;
   auto* const sums = reinterpret_cast<float2*>(memory + kMaxGroup * FusedTables::kMaxHeadDim);
-  const std::int64_t first_head = std::int64_t{row} * kv.query_heads + kv_head * group;
+  const std::int64_t first_head = std::int64_t{query_index} * kv.query_heads + kv_head * group;
   __syncthreads();
   for (int i = thread; i < group * kv.head_dim; i += kFusedThreads) {
     queries[i] = request.queries[first_head * kv.head_dim + i];
   }
   __syncthreads();  // the queries are there
-  const transfer::QueryRow& query = request.rows[row];
+  const transfer::QueryToken& query = request.query_batch[query_index];
   const transfer::SequenceView& sequence = request.sequences[query.sequence];
   const transfer::AttendedSpans spans =
       transfer::attended_spans(request.rule, sequence.counters->length, query);
@@ -280,14 +280,15 @@ __device__ std::uint32_t exchange_counts(unsigned of_thread, int round, const Bl
 /// Advances `round`. All threads; ends with a barrier.
 template <int kQuads, int kChunks, int kBits>
 __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& work,
-                                    const StreamParts& parts, int row, const KeyError& error,
-                                    const BlockExchange& peers, int& round, ChoiceMemory& memory,
-                                    const StreamQueries& queries, RecallShared& recall,
-                                    FusedShared& shared) {
+                                    const StreamParts& parts, int query_index,
+                                    const KeyError& error, const BlockExchange& peers, int& round,
+                                    ChoiceMemory& memory, const StreamQueries& queries,
+                                    RecallShared& recall, FusedShared& shared) {
   const int group = args.request.kv.group();
   const std::int64_t eligible = work.plan.end - work.plan.begin;
   if (threadIdx.x < kFusedHeads) recall.statics[threadIdx.x] = -INFINITY;
-  add_static(args, row, work.kv_head, false, reinterpret_cast<float*>(&memory), recall.statics);
+  add_static(args, query_index, work.kv_head, false, reinterpret_cast<float*>(&memory),
+             recall.statics);
   weigh_heads(args, work, peers.rank, queries, recall);
   auto count = static_cast<std::uint32_t>(work.plan.k);
   if (args.recall.missed > 0.0 && count > 0) {
@@ -318,12 +319,13 @@ __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& wor
   return count;
 }
 
-/// Chooses for a (row, KV head) of which something is eligible. Returns how many tokens are chosen.
+/// Chooses for a (query, KV head) of which something is eligible. Returns how many tokens are
+/// chosen.
 template <bool kRecall, int kQuads, int kChunks, int kBits>
-__device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts& parts, int row,
-                      const BlockExchange& peers, TaggedWord* posted, ChoiceMemory& memory,
-                      StreamQueries& queries, [[maybe_unused]] RecallShared* recall,
-                      FusedShared& shared) {
+__device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts& parts,
+                      int query_index, const BlockExchange& peers, TaggedWord* posted,
+                      ChoiceMemory& memory, StreamQueries& queries,
+                      [[maybe_unused]] RecallShared* recall, FusedShared& shared) {
   const ScoreParams& params = args.request.params;
   const int group = args.request.kv.group();
   const bool prioritised = params.rule == SelectionRule::kPriority;
@@ -334,13 +336,14 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
   const ApproximateKeys approximate(args, work);
   add_parts(args, parts, counts, shared);
   if (bounded) {
-    add_static(args, row, work.kv_head, true, reinterpret_cast<float*>(&memory), shared.references);
+    add_static(args, query_index, work.kv_head, true, reinterpret_cast<float*>(&memory),
+               shared.references);
   }
   const KeyError error = key_error(group, queries, shared);
   int rounds = 0;
   if constexpr (kRecall) {
-    work.plan.k = find_count<kQuads, kChunks, kBits>(args, work, parts, row, error, peers, rounds,
-                                                     memory, queries, *recall, shared);
+    work.plan.k = find_count<kQuads, kChunks, kBits>(args, work, parts, query_index, error, peers,
+                                                     rounds, memory, queries, *recall, shared);
     if (work.plan.k < eligible) {
       add_counts(sum_counts<false>(args, parts), shared);
       __syncthreads();  // the counts of all blocks of the pass are there
@@ -388,7 +391,7 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
 
 #endif
 
-// `shape.blocks` blocks per (row, KV head), a group, have runs of neighbouring units. The blocks
+// `shape.blocks` blocks per (query, KV head), a group, have runs of neighbouring units. The blocks
 // exchange counts by bins of exact keys and the keys of the last bin; each waits for all the
 // others' part before it posts the next. Then they attend, if that is wanted. Dynamic shared
 // memory: `ChoiceMemory`, in the place of which attention works. kRecall: as many as a recall
@@ -402,26 +405,26 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
   __shared__ __align__(16) FusedShared shared;
   __shared__ __align__(16) StreamQueries queries;
   __shared__ FusedRows rows;
-  const auto row = static_cast<int>(blockIdx.y);
+  const auto query_index = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
   const unsigned rank = blockIdx.x % shape.blocks;
   shared.bins[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.chosen_before = 0;
   transfer::cuda::wait_for_previous();
   transfer::cuda::let_next_start();
-  // Of a row of which nothing is eligible they are of no use.
-  const std::int64_t group_index = std::int64_t{row} * args.request.kv.kv_heads + kv_head;
+  // Of a query of which nothing is eligible they are of no use.
+  const std::int64_t group_index = std::int64_t{query_index} * args.request.kv.kv_heads + kv_head;
   const StreamParts parts(args, group_index);
   args.filter.stream_groups[group_index].load(queries);
-  FusedWork work(args, row, kv_head, rank, shape.blocks);
+  FusedWork work(args, query_index, kv_head, rank, shape.blocks);
   // There are fewer boxes than groups only where no group has two blocks, and none is used.
   const BlockExchange peers(args, min(work.group_index, std::int64_t{kFusedParts - 1}), rank,
                             shape.blocks);
   if (rank == 0 && threadIdx.x == 0) tell(args, work);
   const bool attends = attention.tiles > 0;
   if (attends) {
-    if (threadIdx.x == 0) rows.fill(args, row, 0);
-    prefetch_pages(args, row, work.plan.end);
+    if (threadIdx.x == 0) rows.fill(args, query_index, 0);
+    prefetch_pages(args, query_index, work.plan.end);
   }
   if (!work.empty()) {  // as all of the group
     TaggedWord* const posted = attends ? posted_ids(args, work.group_index) : nullptr;
@@ -432,11 +435,12 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
       recall = &of_group;
     }
     const int chosen = choose<kRecall, kQuads, kChunks, kBits>(
-        args, work, parts, row, peers, posted, memory, queries, recall, shared);
+        args, work, parts, query_index, peers, posted, memory, queries, recall, shared);
     if (attends && threadIdx.x == 0) rows.count = rows.num_static + chosen;
   }
   if (attends) {
-    attend_row(args, input, attention, peers, rows, row, kv_head, work.group_index, dynamic);
+    attend_query(args, input, attention, peers, rows, query_index, kv_head, work.group_index,
+                 dynamic);
   }
   if (work.empty() && !attends) return;  // nothing was posted
   __syncthreads();                       // all have posted: this block has read from all
@@ -467,7 +471,7 @@ bool stream_serves_recall(const SelectShape& shape) {
 void plan_stream(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
   constexpr std::int64_t kLeastTokens = 2048;
   const std::int64_t useful = (shape.max_length + kLeastTokens - 1) / kLeastTokens;
-  const int groups = shape.kv_heads * shape.rows;
+  const int groups = shape.kv_heads * shape.num_queries;
   plan.path = SelectionPath::kStream;
   plan.reads_queries = true;
   plan.blocks = static_cast<unsigned>(std::clamp<std::int64_t>(
@@ -491,7 +495,7 @@ void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args, const Se
                                          : visit_stream_shape(request, plain);
   allow_shape(kernel, bytes);
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
-                  static_cast<unsigned>(request.rows.count));
+                  static_cast<unsigned>(request.query_batch.count));
   transfer::cuda::launch_overlapping(stream, kernel, grid, kFusedThreads,
                                      static_cast<std::size_t>(bytes), args, input, attention,
                                      ChoiceShape{.blocks = plan.blocks});

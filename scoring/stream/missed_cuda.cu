@@ -10,8 +10,8 @@ namespace {
 
 // The missed mass after a selection by a stream of keys: scores the selected tokens again, adds up
 // their weights, and takes them from the total that the selection has left. Grid: parts x KV heads
-// x rows. Dynamic shared memory: the warps' norms, then a unit of each. The last block of a KV head
-// writes the shares of its query heads.
+// x queries. Dynamic shared memory: the warps' norms, then a unit of each. The last block of a KV
+// head writes the shares of its query heads.
 template <int kQuads, int kChunks, int kBits>
 __global__ __launch_bounds__(kFusedThreads,
                              1) void add_attended(const __grid_constant__ FilterArgs args,
@@ -19,12 +19,12 @@ __global__ __launch_bounds__(kFusedThreads,
 #if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::byte dynamic[];
   __shared__ __align__(16) StreamQueries queries;
-  const auto row = static_cast<int>(blockIdx.z);
+  const auto query_index = static_cast<int>(blockIdx.z);
   const auto kv_head = static_cast<int>(blockIdx.y);
-  const MissedItem& item = batch[row];
+  const MissedItem& item = batch[query_index];
   if (item.missed == nullptr) return;
   const int group = args.request.kv.group();
-  const FusedWork work(args, row, kv_head, 0, 1);
+  const FusedWork work(args, query_index, kv_head, 0, 1);
   HeadEstimate* const estimates = args.estimates + work.group_index * group;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(args.request.params);
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -107,7 +107,7 @@ void enqueue_missed_of_stream(const Stage& stage, const MissedBatch& batch) {
   allow_shape(kernel, bytes);
   constexpr unsigned kParts = 8;
   const dim3 grid(kParts, static_cast<unsigned>(request.kv.kv_heads),
-                  static_cast<unsigned>(request.rows.count));
+                  static_cast<unsigned>(request.query_batch.count));
   kernel<<<grid, kFusedThreads, static_cast<std::size_t>(bytes), stage.stream>>>(args, batch);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }

@@ -15,17 +15,17 @@ constexpr int stages_of(int known_chunks) { return known_chunks > 0 ? 4 : 2; }
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
-/// What a block scores of one (row, KV head): `references` units that are spread over the row, the
-/// same in every block, then its own.
+/// What a block scores of one (query, KV head): `references` units that are spread over the
+/// sequence, the same in every block, then its own.
 struct StreamWork {
   const std::byte* const* blocks;  ///< Sketch blocks of the row.
   int begin;                       ///< Eligible tokens of the row.
   int end;
   std::int64_t group_index;
-  int row;
+  int query_index;
   int kv_head;
-  int first_of_row;  ///< First unit of the row,
-  int of_row;        ///< how many it has.
+  int first_of_query;  ///< First unit of the query,
+  int of_query;        ///< how many it has.
   int references;
   int first;  ///< First unit of the block,
   int count;  ///< how many it has,
@@ -39,37 +39,37 @@ struct StreamWork {
   StreamWork() = default;
   /// `at`: a pair of a unit and a KV head. Of no more units than the block has, and of one KV head.
   __device__ StreamWork(const FilterArgs& args, const StreamUnits& units, int at, int block_end)
-      : row(units.row_of(at)), each(units.each) {
-    const int in_row = at - units.before[row];
-    const int padded = units.padded[row];
-    of_row = units.count(row);
+      : query_index(units.query_of(at)), each(units.each) {
+    const int in_row = at - units.before[query_index];
+    const int padded = units.padded[query_index];
+    of_query = units.count(query_index);
     kv_head = in_row / padded;
     const int in_head = in_row - kv_head * padded;
     const SelectRequest& request = args.request;
-    blocks = request.sketches[request.rows[row].sequence];
-    begin = units.begin[row];
-    end = units.end[row];
-    group_index = std::int64_t{row} * request.kv.kv_heads + kv_head;
-    first_of_row = units.first(row);
-    first = first_of_row + in_head;
-    count = max(min(of_row - in_head, block_end - at), 0);
+    blocks = request.sketches[request.query_batch[query_index].sequence];
+    begin = units.begin[query_index];
+    end = units.end[query_index];
+    group_index = std::int64_t{query_index} * request.kv.kv_heads + kv_head;
+    first_of_query = units.first(query_index);
+    first = first_of_query + in_head;
+    count = max(min(of_query - in_head, block_end - at), 0);
     taken = min(padded - in_head, block_end - at);
     // Not of the last one, in which an append makes more tokens eligible.
-    const int wanted = (of_row + kUnitsPerReference - 1) / kUnitsPerReference * kFusedWarps;
-    references = min(min(max(wanted, kFewestReferences), kMostReferences), max(of_row - 1, 1));
+    const int wanted = (of_query + kUnitsPerReference - 1) / kUnitsPerReference * kFusedWarps;
+    references = min(min(max(wanted, kFewestReferences), kMostReferences), max(of_query - 1, 1));
   }
   /// Of the tokens of a unit from `token` on, those in [begin, end) are eligible.
   [[nodiscard]] __device__ int begin_in(int token) const { return begin - token; }
   [[nodiscard]] __device__ int end_in(int token) const { return end - token; }
-  [[nodiscard]] __device__ bool first_of_group() const { return first == first_of_row; }
+  [[nodiscard]] __device__ bool first_of_group() const { return first == first_of_query; }
   /// The last block that has units of the group, of which `block` has the first `count`.
   [[nodiscard]] __device__ int last_block(int block) const {
-    return block + (of_row - count + each - 1) / each;
+    return block + (of_query - count + each - 1) / each;
   }
   /// Whether the same units are copied for both, and references are equal.
   [[nodiscard]] __device__ bool prepares_same(const StreamWork& other) const {
     return group_index == other.group_index && first == other.first && count == other.count &&
-           of_row == other.of_row && begin == other.begin && (of_row > 1 || end == other.end);
+           of_query == other.of_query && begin == other.begin && (of_query > 1 || end == other.end);
   }
   /// Units of a warp that give references; the others follow.
   [[nodiscard]] __device__ int warp_references(int warp) const {
@@ -80,7 +80,7 @@ struct StreamWork {
   }
   /// The warp's unit i of those that give references.
   [[nodiscard]] __device__ int reference_unit(int warp, int i) const {
-    return first_of_row + (warp + i * kFusedWarps) * max(of_row - 1, 1) / references;
+    return first_of_query + (warp + i * kFusedWarps) * max(of_query - 1, 1) / references;
   }
   [[nodiscard]] __device__ int unit(int warp, int i) const {
     return first + warp + i * kFusedWarps;
@@ -521,7 +521,7 @@ __device__ void prepare(const StreamBlock<kChunks>& block, const StreamWork& wor
   if constexpr (kRecall) block.bins[kFusedBins + threadIdx.x] = 0;
   ring.find(work);
   block.maker.template make<kBits, StreamRing<kChunks>::kStages - 1>(
-      work.row, work.kv_head, [&] { ring.start(); }, block.queries);
+      work.query_index, work.kv_head, [&] { ring.start(); }, block.queries);
   ring.start_last();
   UnitScorer<kQuads, kChunks, kBits> scorer(block.args.request.params, block.queries,
                                             block.chunks(), block.norms);
@@ -547,10 +547,10 @@ __device__ void score_work(const StreamBlock<kChunks>& block, const StreamWork& 
 
 #endif
 
-// Blocks have runs of (unit, KV head) pairs, which may be of several (row, KV head). Dynamic shared
-// memory: the stages of all warps' rings, then the warps' norms; tables are made in the last stage
-// and behind it, in `shape.table_bytes`. `shape.early`: all is made ready before the wait. kRecall:
-// sums of the heads' weights too.
+// Blocks have runs of (unit, KV head) pairs, which may be of several (query, KV head). Dynamic
+// shared memory: the stages of all warps' rings, then the warps' norms; tables are made in the last
+// stage and behind it, in `shape.table_bytes`. `shape.early`: all is made ready before the wait.
+// kRecall: sums of the heads' weights too.
 template <bool kRecall, int kQuads, int kChunks, int kBits>
 __global__ __launch_bounds__(kFusedThreads,
                              1) void stream_pass(const __grid_constant__ FilterArgs args,

@@ -50,12 +50,12 @@ class StreamQueryMaker {
   /// called. `meanwhile` is called when all copies of planes are under way, and starts `kGroups`
   /// groups of copies. All threads; ends with a barrier, after which the memory is free.
   template <int kBits, int kGroups, typename Meanwhile>
-  __device__ void make(int row, int kv_head, const Meanwhile& meanwhile,
+  __device__ void make(int query_index, int kv_head, const Meanwhile& meanwhile,
                        StreamQueries& queries) const {
     const int group = args_.request.kv.group();
     const int num_planes = args_.request.params.query_planes();
     const auto thread = static_cast<int>(threadIdx.x);
-    load_heads(row, kv_head);
+    load_heads(query_index, kv_head);
     for (int i = thread; i < kStreamColumns; i += kFusedThreads) queries.columns[i] = 0;
     if (thread < kMaxGroup) {
       queries.weight_sums[thread] = 0;
@@ -105,10 +105,10 @@ class StreamQueryMaker {
     transfer::cuda::copy_async_commit();
   }
   /// Brings the heads to shared memory; a barrier must follow.
-  __device__ void load_heads(int row, int kv_head) const {
+  __device__ void load_heads(int query_index, int kv_head) const {
     const int group = args_.request.kv.group();
     const int pieces = dim_ / kPiece;
-    const transfer::QueryItem& item = input_.items[row];
+    const transfer::QueryItem& item = input_.items[query_index];
     for (int i = static_cast<int>(threadIdx.x); i < group * pieces; i += kFusedThreads) {
       const int head = i / pieces;
       const int piece = i % pieces;
@@ -180,16 +180,16 @@ __device__ inline void pack_rows(const FilterArgs& args, const FusedInput& input
   const int heads = args.request.kv.query_heads;
   const int pieces = args.request.planes.head_dim / kPiece;
 #pragma unroll 1
-  for (int row = static_cast<int>(gridDim.x - 1 - blockIdx.x); row < args.request.rows.count;
-       row += static_cast<int>(gridDim.x)) {
-    const transfer::QueryItem& item = input.items[row];
+  for (int query_index = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+       query_index < args.request.query_batch.count; query_index += static_cast<int>(gridDim.x)) {
+    const transfer::QueryItem& item = input.items[query_index];
     bool bad = false;
     for (int i = static_cast<int>(threadIdx.x); i < heads * pieces; i += kFusedThreads) {
       const HeadSource source = transfer::cuda::head_source(item.query, item.token, i / pieces);
       float x[kPiece];
       transfer::cuda::to_floats(transfer::cuda::load_piece(source, i % pieces), source.dtype, x);
-      auto* to = reinterpret_cast<float4*>(input.queries +
-                                           (std::int64_t{row} * heads * pieces + i) * kPiece);
+      auto* to = reinterpret_cast<float4*>(
+          input.queries + (std::int64_t{query_index} * heads * pieces + i) * kPiece);
       to[0] = {x[0], x[1], x[2], x[3]};
       to[1] = {x[4], x[5], x[6], x[7]};
       for (const float value : x) bad |= !isfinite(value);

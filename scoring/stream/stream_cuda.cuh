@@ -4,13 +4,13 @@
 
 #include <cstdint>
 
-/// Selection by a stream of keys: norm-aware with integer weights and a set per KV head, of any
-/// length, number of rows and group of query heads.
+/// Selection by a stream of keys: norm-aware with integer weights and a selection per KV head, of
+/// any length, number of queries and group of query heads.
 ///
-/// 1. `stream_pass` (stream/pass_cuda.cu) reads every sketch once. The units of all (row, KV head)
-///    pairs are shared out evenly among the blocks. Of each token it writes a 16-bit *approximate
-///    key*, the combined score with *reference* normalisers that a few units give, and it sums the
-///    exact normalisers.
+/// 1. `stream_pass` (stream/pass_cuda.cu) reads every sketch once. Its blocks share out evenly the
+///    units of all queries and KV heads. Of each token it writes a 16-bit *approximate key*, the
+///    combined score with *reference* normalisers that a few units give, and it sums the exact
+///    normalisers.
 /// 2. `choose_from_stream` (stream/choose_cuda.cu) finds the approximate key of the k-th best. With
 ///    the exact normalisers it knows how far approximate keys can be off. It scores again, exactly,
 ///    the tokens that may belong to the k best, and chooses among them; where the rows are on the
@@ -41,8 +41,8 @@ inline constexpr float kLeastLogSum = -110.0F;
 /// References further below the exact normalisers than this may have let shares overflow.
 inline constexpr float kMostLogShare = 64.0F;
 
-/// Units of the eligible tokens of all rows, each once for every KV head, and how the blocks of the
-/// pass share them: runs of `each` neighbours of all pairs of a unit and a KV head. Where that
+/// Units of the eligible tokens of all queries, each once for every KV head, and how the blocks of
+/// the pass share them: runs of `each` neighbours of all pairs of a unit and a KV head. Where that
 /// costs little, no block has units of two KV heads: then the units of each are rounded up to whole
 /// runs.
 struct StreamUnits {
@@ -52,40 +52,44 @@ struct StreamUnits {
   int before[transfer::kMaxBatch + 1];  ///< and of the rows before a row.
   int each;
 
-  /// First unit of a row, and how many it has.
-  [[nodiscard]] __device__ int first(int row) const { return begin[row] / kFusedUnit; }
-  [[nodiscard]] __device__ int count(int row) const {
-    return end[row] > begin[row] ? (end[row] + kFusedUnit - 1) / kFusedUnit - first(row) : 0;
+  /// First unit of a query, and how many it has.
+  [[nodiscard]] __device__ int first(int query_index) const {
+    return begin[query_index] / kFusedUnit;
+  }
+  [[nodiscard]] __device__ int count(int query_index) const {
+    return end[query_index] > begin[query_index]
+               ? (end[query_index] + kFusedUnit - 1) / kFusedUnit - first(query_index)
+               : 0;
   }
   /// Shares the units among so many blocks. Where they were shared before, `again`, and no row has
   /// more or fewer units, nothing but `end` changes. All threads of a block of at least kMaxBatch;
   /// begins and ends with a barrier.
   __device__ void fill(const FilterArgs& args, int blocks, bool again) {
     const SelectRequest& request = args.request;
-    const auto row = static_cast<int>(threadIdx.x);
+    const auto query_index = static_cast<int>(threadIdx.x);
     int changed = again ? 0 : 1;
-    if (row < request.rows.count) {
-      const transfer::QueryRow& query = request.rows[row];
+    if (query_index < request.query_batch.count) {
+      const transfer::QueryToken& query = request.query_batch[query_index];
       const transfer::AttendedSpans spans = transfer::attended_spans(
           request.rule, __ldcg(&request.sequences[query.sequence].counters->length), query);
-      const int had = again ? count(row) : -1;
-      const int had_first = again ? first(row) : -1;
-      begin[row] = static_cast<int>(spans.sink_end);
-      end[row] = static_cast<int>(spans.eligible_end);
-      if (had != count(row) || had_first != first(row)) changed = 1;
+      const int had = again ? count(query_index) : -1;
+      const int had_first = again ? first(query_index) : -1;
+      begin[query_index] = static_cast<int>(spans.sink_end);
+      end[query_index] = static_cast<int>(spans.eligible_end);
+      if (had != count(query_index) || had_first != first(query_index)) changed = 1;
     }
     if (__syncthreads_or(changed) == 0) return;
     if (threadIdx.x < 32) share(request, blocks);
     __syncthreads();
   }
   [[nodiscard]] __device__ int total() const { return before[transfer::kMaxBatch]; }
-  /// The row that has pair `at`.
-  [[nodiscard]] __device__ int row_of(int at) const {
-    int row = 0;
+  /// The query that has pair `at`.
+  [[nodiscard]] __device__ int query_of(int at) const {
+    int query_index = 0;
     for (int step = transfer::kMaxBatch / 2; step > 0; step /= 2) {
-      if (before[row + step] <= at) row += step;
+      if (before[query_index + step] <= at) query_index += step;
     }
-    return row;
+    return query_index;
   }
 
  private:
@@ -101,7 +105,7 @@ struct StreamUnits {
     int own[kRowsOfLane];
     for (int i = 0; i < kRowsOfLane; ++i) {
       const int at = lane * kRowsOfLane + i;
-      own[i] = at < request.rows.count ? count(at) : 0;
+      own[i] = at < request.query_batch.count ? count(at) : 0;
     }
     const auto all = static_cast<int>(
         __reduce_add_sync(kFullWarp, static_cast<unsigned>((own[0] + own[1]) * kv_heads)));
@@ -110,8 +114,9 @@ struct StreamUnits {
     const int tried = evenly + kUnitsOfChange * lane / 31;
     int wanted = 0;
 #pragma unroll 1
-    for (int row = 0; row < request.rows.count && wanted <= blocks; ++row) {
-      wanted += (count(row) + tried - 1) / tried * kv_heads;
+    for (int query_index = 0; query_index < request.query_batch.count && wanted <= blocks;
+         ++query_index) {
+      wanted += (count(query_index) + tried - 1) / tried * kv_heads;
     }
     const unsigned enough = __ballot_sync(kFullWarp, wanted <= blocks);
     const int size =
@@ -204,7 +209,7 @@ struct StreamQueries {
   float2 warp_sums[kFusedWarps][kMaxGroup];
 };
 
-/// What the pass leaves of a (row, KV head) of which something is eligible.
+/// What the pass leaves of a (query, KV head) of which something is eligible.
 struct StreamGroup {
   alignas(16) std::uint32_t columns[kStreamColumns];
   int weight_sums[kMaxGroup];

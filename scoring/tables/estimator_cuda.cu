@@ -113,7 +113,7 @@ __device__ float sign_weights(const ScoreParams& params, const float* projection
   return usable ? largest / levels : 0.0F;
 }
 
-// A block per (row, query head), a thread per plane.
+// A block per (query, query head), a thread per plane.
 __global__ __launch_bounds__(1024) void query_tables(const __grid_constant__ TableArgs args) {
   __shared__ float query[kMaxHeadDim];
   __shared__ float projections[kMaxPlanes];
@@ -149,9 +149,9 @@ __global__ __launch_bounds__(1024) void query_tables(const __grid_constant__ Tab
 }  // namespace
 
 void build_query_tables(void* stream, const ScoreParams& params, const hashing::PlanesView& planes,
-                        const float* queries, int num_rows, int query_heads, float* entries,
+                        const float* queries, int num_queries, int query_heads, float* entries,
                         QueryScalars* scalars) {
-  const std::int64_t heads = std::int64_t{num_rows} * query_heads;
+  const std::int64_t heads = std::int64_t{num_queries} * query_heads;
   if (heads == 0) return;
   const TableArgs args{.params = params,
                        .planes = planes,

@@ -18,8 +18,8 @@ using transfer::cuda::kPiece;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kClusterBlocks = 8;  ///< They share the planes of a query head.
-/// Query heads of one row that a cluster takes at a time: few for few rows, so that there are more
-/// clusters; many keep all warps busy and read the planes less often.
+/// Query heads of one query that a cluster takes at a time: few for few queries, so that there are
+/// more clusters; many keep all warps busy and read the planes less often.
 constexpr int kFewHeads = 4;
 constexpr int kManyHeads = 16;
 /// Query heads of a launch from which a cluster takes many (H200, 256 heads, 256 planes: 6.5 us for
@@ -47,8 +47,8 @@ struct QueryArgs {
   QueryScalars* scalars;
   std::int64_t entries_per_head;
   int query_heads;
-  int head_groups;   // of a row
-  int num_groups;    // of all rows
+  int head_groups;   // of a query
+  int num_groups;    // of all queries
   int block_units;   // tables of a block, or planes for norm-aware
   int block_planes;  // planes of a block
   bool after_append;
@@ -108,7 +108,7 @@ struct Part {
   int first_plane;
   int planes;
   int plane_warps;  // the same in all blocks
-  int row;
+  int query_index;
   int head;   // the first of the group
   int heads;  // 1..kHeads
 };
@@ -129,13 +129,13 @@ __device__ void load_planes(const hashing::PlanesView& planes, const Part& part,
 }
 
 /// Brings the group's heads to shared memory. Returns 1 when this thread has found NaN or infinity
-/// in the row; one block of a row looks.
+/// in the query; one block of a query looks.
 template <int kHeads>
 __device__ int read_heads(const QueryArgs& args, const Part& part, unsigned rank,
                           Shared<kHeads>& shared) {
   const int dim = args.planes.head_dim;
   const int pieces = dim / kPiece;
-  const transfer::QueryItem& item = args.items[part.row];
+  const transfer::QueryItem& item = args.items[part.query_index];
   int nonfinite = 0;
   if (part.head == 0 && rank == kClusterBlocks - 1) {
     for (int i = static_cast<int>(threadIdx.x); i < args.query_heads * pieces; i += kThreads) {
@@ -168,7 +168,7 @@ template <int kHeads>
 __device__ void write_heads(const QueryArgs& args, const Part& part, unsigned rank,
                             const Shared<kHeads>& shared) {
   const int pieces = args.planes.head_dim / kPiece;
-  const std::int64_t first_head = std::int64_t{part.row} * args.query_heads + part.head;
+  const std::int64_t first_head = std::int64_t{part.query_index} * args.query_heads + part.head;
   for (int i = static_cast<int>(threadIdx.x); i < part.heads * pieces; i += kThreads) {
     if (static_cast<unsigned>(i) % kClusterBlocks != rank) continue;
     const auto* local =
@@ -282,7 +282,7 @@ __device__ void measure_heads(int head_dim, int heads, Shared<kHeads>& shared) {
 }
 
 __device__ float* entries_of(const QueryArgs& args, const Part& part, int head) {
-  const std::int64_t at = std::int64_t{part.row} * args.query_heads + part.head + head;
+  const std::int64_t at = std::int64_t{part.query_index} * args.query_heads + part.head + head;
   return args.entries + at * args.entries_per_head;
 }
 
@@ -379,10 +379,10 @@ __device__ void write_scalars(const QueryArgs& args, const Part& part, int turn,
     const float largest = largest_weight(part, turn, head, shared);
     scalars.weight_step = usable(largest) ? largest / weight_levels(params.query_bits) : 0.0F;
   }
-  args.scalars[std::int64_t{part.row} * args.query_heads + part.head + head] = scalars;
+  args.scalars[std::int64_t{part.query_index} * args.query_heads + part.head + head] = scalars;
 }
 
-/// A cluster takes groups of heads of a row, its blocks an eighth of the planes each. Shared
+/// A cluster takes groups of heads of a query, its blocks an eighth of the planes each. Shared
 /// memory: the block's planes, padded so that eight of them lie in eight groups of banks.
 ///
 /// Without `after_append` nothing is touched before the wait. With it, the kernel before is the
@@ -418,14 +418,14 @@ __global__ void __launch_bounds__(kThreads)
   int turn = 0;  // Slots of one turn are read while those of the next are written.
   for (int group = static_cast<int>(blockIdx.x) / kClusterBlocks; group < args.num_groups;
        group += clusters, turn ^= 1) {
-    part.row = group / args.head_groups;
+    part.query_index = group / args.head_groups;
     part.head = group % args.head_groups * kHeads;
     part.heads = min(args.query_heads - part.head, kHeads);
     const int nonfinite = read_heads(args, part, rank, shared);
     transfer::cuda::copy_async_wait<0>();
     // The heads and the planes are there, and no thread reads those of the last pass.
     if (__syncthreads_or(nonfinite) != 0 && threadIdx.x == 0) {
-      transfer::cuda::raise_nonfinite(args.items[part.row]);
+      transfer::cuda::raise_nonfinite(args.items[part.query_index]);
     }
     if (first) cluster_wait();  // every block has started: its shared memory may be written
     first = false;

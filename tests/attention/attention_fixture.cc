@@ -51,32 +51,34 @@ bool in_host_page(const Problem& problem, const SequenceData& data, std::int64_t
 
 }  // namespace
 
-std::vector<std::int64_t> Problem::static_tokens(std::size_t row) const {
+std::vector<std::int64_t> Problem::static_tokens(std::size_t query_index) const {
   const oracle::VisibleRule visible_rule{.mode = rule.mode,
                                          .sink = rule.sink_tokens,
                                          .recent = rule.recent_tokens,
                                          .window = rule.window_tokens,
-                                         .dense_from = rows[row].dense_from};
-  const SequenceData& data = sequences[static_cast<std::size_t>(rows[row].sequence)];
-  return oracle::visible_tokens(visible_rule, data.length, rows[row].lag).static_tokens;
+                                         .dense_from = query_tokens[query_index].dense_from};
+  const SequenceData& data =
+      sequences[static_cast<std::size_t>(query_tokens[query_index].sequence)];
+  return oracle::visible_tokens(visible_rule, data.length, query_tokens[query_index].lag)
+      .static_tokens;
 }
 
-std::vector<std::int64_t> Problem::attended(std::size_t row, int head) const {
-  std::vector<std::int64_t> tokens = static_tokens(row);
+std::vector<std::int64_t> Problem::attended(std::size_t query_index, int head) const {
+  std::vector<std::int64_t> tokens = static_tokens(query_index);
   if (selected.empty()) return tokens;
-  const auto list =
-      row * static_cast<std::size_t>(kv.kv_heads) + static_cast<std::size_t>(head / group());
+  const auto list = query_index * static_cast<std::size_t>(kv.kv_heads) +
+                    static_cast<std::size_t>(head / group());
   for (const SelectedRow& entry : selected[list]) {
     if (((entry.mask >> (head % group())) & 1) != 0) tokens.push_back(entry.id);
   }
   return tokens;
 }
 
-std::vector<double> Problem::biases(std::size_t row, int head) const {
-  std::vector<double> biases(static_tokens(row).size(), 0.0);
+std::vector<double> Problem::biases(std::size_t query_index, int head) const {
+  std::vector<double> biases(static_tokens(query_index).size(), 0.0);
   if (selected.empty()) return biases;
-  const auto list =
-      row * static_cast<std::size_t>(kv.kv_heads) + static_cast<std::size_t>(head / group());
+  const auto list = query_index * static_cast<std::size_t>(kv.kv_heads) +
+                    static_cast<std::size_t>(head / group());
   const auto own = static_cast<std::size_t>(bias_heads <= 1 ? 0 : head % group());
   for (const SelectedRow& entry : selected[list]) {
     if (((entry.mask >> (head % group())) & 1) == 0) continue;
@@ -111,12 +113,12 @@ Problem make_problem(std::uint64_t seed, DType dtype, int head_dim, int kv_heads
       for (float& x : *tensor) x = static_cast<float>(oracle::round_to(dtype, normal(engine)));
     }
     for (const std::int32_t lag : lags) {
-      problem.rows.push_back({static_cast<std::int32_t>(problem.sequences.size()), lag,
-                              std::numeric_limits<std::int64_t>::max()});
+      problem.query_tokens.push_back({static_cast<std::int32_t>(problem.sequences.size()), lag,
+                                      std::numeric_limits<std::int64_t>::max()});
     }
     problem.sequences.push_back(std::move(data));
   }
-  problem.queries.resize(problem.rows.size() * static_cast<std::size_t>(kv_heads * group) *
+  problem.queries.resize(problem.query_tokens.size() * static_cast<std::size_t>(kv_heads * group) *
                          static_cast<std::size_t>(head_dim));
   for (float& x : problem.queries) x = static_cast<float>(2.0 * normal(engine));
   return problem;
@@ -126,11 +128,11 @@ void select_at_random(Problem& problem, std::uint64_t seed, double share) {
   std::mt19937_64 engine(seed);
   std::bernoulli_distribution chosen(share);
   problem.selected.clear();
-  for (std::size_t row = 0; row < problem.rows.size(); ++row) {
+  for (std::size_t query_index = 0; query_index < problem.query_tokens.size(); ++query_index) {
     const SequenceData& data =
-        problem.sequences[static_cast<std::size_t>(problem.rows[row].sequence)];
-    const std::vector<std::int64_t> static_tokens = problem.static_tokens(row);
-    const std::int64_t visible = data.length - problem.rows[row].lag;
+        problem.sequences[static_cast<std::size_t>(problem.query_tokens[query_index].sequence)];
+    const std::vector<std::int64_t> static_tokens = problem.static_tokens(query_index);
+    const std::int64_t visible = data.length - problem.query_tokens[query_index].lag;
     for (int kv_head = 0; kv_head < problem.kv.kv_heads; ++kv_head) {
       std::vector<SelectedRow> list;
       for (std::int64_t token = 0; token < visible; ++token) {
@@ -159,7 +161,7 @@ void bias_at_random(Problem& problem, std::uint64_t seed, int heads) {
 }
 
 FlashDecodeLimits limits_of(const Problem& problem) {
-  return {.rows = static_cast<int>(problem.rows.size()),
+  return {.num_queries = static_cast<int>(problem.query_tokens.size()),
           .query_heads = problem.kv.query_heads,
           .head_dim = problem.kv.head_dim};
 }
@@ -233,7 +235,7 @@ void AttentionTest::place_selection(const Problem& problem, Placed& placed) {
   std::vector<float> biases(lists * capacity * bias_heads, std::numeric_limits<float>::quiet_NaN());
   for (std::size_t list = 0; list < lists; ++list) {
     const auto heads = static_cast<std::size_t>(problem.kv.kv_heads);
-    const auto sequence = static_cast<std::size_t>(problem.rows[list / heads].sequence);
+    const auto sequence = static_cast<std::size_t>(problem.query_tokens[list / heads].sequence);
     counts[list] = static_cast<std::int32_t>(problem.selected[list].size());
     for (std::size_t i = 0; i < problem.selected[list].size(); ++i) {
       const SelectedRow& entry = problem.selected[list][i];
@@ -276,7 +278,7 @@ AttentionTest::Placed AttentionTest::place(const Problem& problem) {
     place_sequence(problem, data, placed);
     request.max_length = std::max(request.max_length, data.length + 5);  // a bound, not the length
   }
-  for (const transfer::QueryRow& row : problem.rows) request.rows.push(row);
+  for (const transfer::QueryToken& query : problem.query_tokens) request.query_batch.push(query);
   placed.kept.push_back(upload(problem.queries));
   request.queries = placed.kept.back().as<float>();
   placed.flags = device_->allocate(Space::kPinnedHost, sizeof(transfer::StepFlags));
@@ -285,13 +287,13 @@ AttentionTest::Placed AttentionTest::place(const Problem& problem) {
 
   const std::int64_t row_elements = problem.kv.query_heads * problem.head_stride();
   const auto element = static_cast<std::int64_t>(dtype_bytes(problem.out_dtype));
-  const std::size_t rows = problem.rows.size();
+  const std::size_t rows = problem.query_tokens.size();
   placed.out = allocate<std::byte>(rows * static_cast<std::size_t>(row_elements * element));
   placed.lse = allocate<float>(rows * static_cast<std::size_t>(problem.kv.query_heads));
   for (std::size_t r = 0; r < rows; ++r) {
-    const auto row = static_cast<std::int64_t>(r);
-    float* lse = placed.lse.as<float>() + row * problem.kv.query_heads;
-    placed.outputs.push({.out = placed.out.data() + row * row_elements * element,
+    const auto query_index = static_cast<std::int64_t>(r);
+    float* lse = placed.lse.as<float>() + query_index * problem.kv.query_heads;
+    placed.outputs.push({.out = placed.out.data() + query_index * row_elements * element,
                          .dtype = problem.out_dtype,
                          .head_stride = problem.head_stride(),
                          .lse = problem.with_lse ? lse : nullptr,
@@ -303,7 +305,8 @@ AttentionTest::Placed AttentionTest::place(const Problem& problem) {
 Outcome AttentionTest::download_outcome(const Problem& problem, const Placed& placed) {
   Outcome outcome;
   const std::size_t element = dtype_bytes(problem.out_dtype);
-  const std::size_t heads = problem.rows.size() * static_cast<std::size_t>(problem.kv.query_heads);
+  const std::size_t heads =
+      problem.query_tokens.size() * static_cast<std::size_t>(problem.kv.query_heads);
   const std::size_t count = heads * static_cast<std::size_t>(problem.head_stride());
   outcome.bytes = download<std::byte>(placed.out.data(), count * element);
   for (std::size_t i = 0; i < count; ++i) {
@@ -330,35 +333,35 @@ void AttentionTest::expect_oracle(const Problem& problem) {
                           : problem.out_dtype == DType::kFloat16 ? 0x1p-10
                                                                  : 0x1p-8;
   transfer::StepFlags flags;
-  for (std::size_t row = 0; row < problem.rows.size(); ++row) {
+  for (std::size_t query_index = 0; query_index < problem.query_tokens.size(); ++query_index) {
     const SequenceData& data =
-        problem.sequences[static_cast<std::size_t>(problem.rows[row].sequence)];
+        problem.sequences[static_cast<std::size_t>(problem.query_tokens[query_index].sequence)];
     for (int head = 0; head < problem.kv.query_heads; ++head) {
-      const auto at =
-          row * static_cast<std::size_t>(problem.kv.query_heads) + static_cast<std::size_t>(head);
+      const auto at = query_index * static_cast<std::size_t>(problem.kv.query_heads) +
+                      static_cast<std::size_t>(head);
       const std::int64_t base = head / problem.group() * data.length * problem.kv.head_dim;
       const oracle::KvView view{data.keys.data() + base, data.values.data() + base,
                                 problem.kv.head_dim, problem.kv.head_dim};
       const oracle::Attention expected = oracle::attend_with_biases(
-          std::span(problem.queries).subspan(at * d, d), view, problem.attended(row, head),
-          problem.biases(row, head), static_cast<double>(problem.softmax_scale),
+          std::span(problem.queries).subspan(at * d, d), view, problem.attended(query_index, head),
+          problem.biases(query_index, head), static_cast<double>(problem.softmax_scale),
           static_cast<double>(problem.logit_softcap));
       const auto stride = static_cast<std::size_t>(problem.head_stride());
       EXPECT_LE(oracle::relative_error(std::span(found.out).subspan(at * stride, d), expected.out),
                 tolerance() + rounding)
-          << "row " << row << ", head " << head;
+          << "row " << query_index << ", head " << head;
       if (!problem.with_lse) continue;
       if (std::isinf(expected.lse)) {
         EXPECT_EQ(found.lse[at], -std::numeric_limits<float>::infinity());
       } else {
         EXPECT_NEAR(static_cast<double>(found.lse[at]), expected.lse, tolerance() * 2)
-            << "row " << row << ", head " << head;
+            << "row " << query_index << ", head " << head;
       }
     }
     for (std::size_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
-      std::vector<std::int64_t> in_place = problem.static_tokens(row);
+      std::vector<std::int64_t> in_place = problem.static_tokens(query_index);
       if (!problem.selected.empty()) {
-        const auto& list = problem.selected[row * kv_heads + kv_head];
+        const auto& list = problem.selected[query_index * kv_heads + kv_head];
         if (problem.staged_capacity == 0) flags.rows_selected += list.size();
         for (std::size_t i = static_cast<std::size_t>(problem.staged_capacity); i < list.size();
              ++i) {

@@ -36,8 +36,8 @@ struct Problem {
   float softmax_scale = 0.1F;
   float logit_softcap = 0.0F;
   std::vector<SequenceData> sequences;
-  std::vector<transfer::QueryRow> rows;
-  std::vector<float> queries;  ///< `[rows, query_heads, head_dim]`
+  std::vector<transfer::QueryToken> query_tokens;
+  std::vector<float> queries;  ///< `[queries, query_heads, head_dim]`
   /// `[rows * kv_heads]` ascending; empty: no selected part.
   std::vector<std::vector<SelectedRow>> selected;
   int bias_heads = 0;  ///< Of the selected rows: none, one for a group, or one for each head.
@@ -50,11 +50,11 @@ struct Problem {
 
   [[nodiscard]] int group() const { return kv.group(); }
   [[nodiscard]] std::int64_t head_stride() const { return kv.head_dim + out_padding; }
-  [[nodiscard]] std::vector<std::int64_t> static_tokens(std::size_t row) const;
+  [[nodiscard]] std::vector<std::int64_t> static_tokens(std::size_t query_index) const;
   /// Tokens that a query head attends, by the rules and by the selection.
-  [[nodiscard]] std::vector<std::int64_t> attended(std::size_t row, int head) const;
+  [[nodiscard]] std::vector<std::int64_t> attended(std::size_t query_index, int head) const;
   /// What is added to their logits.
-  [[nodiscard]] std::vector<double> biases(std::size_t row, int head) const;
+  [[nodiscard]] std::vector<double> biases(std::size_t query_index, int head) const;
 };
 
 /// A problem with one sequence per length and one row per (sequence, lag), random from `seed`.
@@ -71,9 +71,9 @@ void bias_at_random(Problem& problem, std::uint64_t seed, int heads);
 
 /// What the call returned, on the host.
 struct Outcome {
-  std::vector<float> out;        ///< `[rows, query_heads, head_dim + padding]`
+  std::vector<float> out;        ///< `[queries, query_heads, head_dim + padding]`
   std::vector<std::byte> bytes;  ///< The same, as stored.
-  std::vector<float> lse;        ///< `[rows, query_heads]`
+  std::vector<float> lse;        ///< `[queries, query_heads]`
   transfer::StepFlags flags;
 };
 

@@ -55,10 +55,10 @@ TEST_P(FlashDecodeTest, SharesDenseTokensBetweenTheQueriesOfASequence) {
 
 TEST_P(FlashDecodeTest, AttendsQueriesOfOneSequenceInAnyOrder) {
   Problem problem = make_problem(8, DType::kBFloat16, 64, 1, 2, {700, 300}, {0, 40, 2});
-  std::swap(problem.rows[1], problem.rows[4]);
-  std::swap(problem.rows[0], problem.rows[2]);
-  problem.rows[3].dense_from = 120;
-  problem.rows[4].dense_from = 500;
+  std::swap(problem.query_tokens[1], problem.query_tokens[4]);
+  std::swap(problem.query_tokens[0], problem.query_tokens[2]);
+  problem.query_tokens[3].dense_from = 120;
+  problem.query_tokens[4].dense_from = 500;
   select_at_random(problem, 8, 0.3);
   expect_oracle(problem);
 }
@@ -77,7 +77,7 @@ TEST_P(FlashDecodeTest, AttendsEverythingFromTheDenseToken) {
   for (const std::int64_t dense_from : {0, 5, 100, 299, 400}) {
     SCOPED_TRACE("dense_from " + std::to_string(dense_from));
     Problem problem = make_problem(10, DType::kFloat16, 64, 1, 4, {300}, {0, 2});
-    for (transfer::QueryRow& row : problem.rows) row.dense_from = dense_from;
+    for (transfer::QueryToken& query : problem.query_tokens) query.dense_from = dense_from;
     select_at_random(problem, 10, 0.4);
     expect_oracle(problem);
   }
@@ -154,15 +154,15 @@ TEST_P(FlashDecodeTest, StandsLogitsFarBeyondTheRangeOfExp) {
 
 TEST_P(FlashDecodeTest, GivesZeroAndMinusInfinityForTheEmptySet) {
   Problem problem = make_problem(17, DType::kBFloat16, 128, 2, 4, {0, 5}, {0, 5});
-  problem.selected.resize(problem.rows.size() * 2);
+  problem.selected.resize(problem.query_tokens.size() * 2);
   expect_oracle(problem);
   const Outcome found = run(problem);
 
-  for (const std::size_t row : {0U, 1U, 3U}) {
+  for (const std::size_t query_index : {0U, 1U, 3U}) {
     for (std::size_t i = 0; i < 8; ++i) {
-      EXPECT_EQ(found.lse[row * 8 + i], -std::numeric_limits<float>::infinity());
+      EXPECT_EQ(found.lse[query_index * 8 + i], -std::numeric_limits<float>::infinity());
     }
-    for (std::size_t i = 0; i < 8 * 128; ++i) EXPECT_EQ(found.out[row * 8 * 128 + i], 0.0F);
+    for (std::size_t i = 0; i < 8 * 128; ++i) EXPECT_EQ(found.out[query_index * 8 * 128 + i], 0.0F);
   }
 }
 
@@ -247,7 +247,7 @@ TEST_P(FlashDecodeTest, AttendsSelectedRowsWithoutSpans) {
 TEST_P(FlashDecodeTest, SharesOutRaggedBatches) {
   // Long rows that many workers share, beside short ones and empty selections.
   Problem problem = make_problem(26, DType::kBFloat16, 64, 2, 4, {1, 5000, 30, 0, 17, 700}, {0, 1});
-  problem.rows[2].dense_from = 100;
+  problem.query_tokens[2].dense_from = 100;
   select_at_random(problem, 26, 0.3);
   for (const std::size_t list : {7U, 20U, 21U}) problem.selected[list].clear();
   problem.selected[22].resize(1);
@@ -309,7 +309,7 @@ TEST_P(FlashDecodeTest, CountsMayBeForeseen) {
 TEST_P(FlashDecodeTest, DoesNothingWithoutQueries) {
   Problem problem = make_problem(24, DType::kBFloat16, 64, 1, 2, {50}, {});
   const Placed placed = place(problem);
-  FlashDecode flash(*device_, {.rows = 1, .query_heads = 2, .head_dim = 64});
+  FlashDecode flash(*device_, {.num_queries = 1, .query_heads = 2, .head_dim = 64});
   flash.attend(*stream_, placed.request, {}, 0, placed.outputs);
   stream_->synchronize();
 

@@ -51,7 +51,7 @@ class CandidatesTest : public SelectorTest {
     problem.config.recent_tokens = kRecent;
     problem.sequences = sets;
     for (std::size_t i = 0; i < sets.size(); ++i) {
-      problem.rows.push_back(
+      problem.query_tokens.push_back(
           {.sequence = static_cast<std::int32_t>(i), .lag = 0, .dense_from = kNoDense});
     }
     problem.queries =
@@ -62,13 +62,14 @@ class CandidatesTest : public SelectorTest {
   // The exact set of the filtered path: equal scores are equal in double precision too, and scores
   // that differ do so by more than fp32 rounds.
   static void expect_exact(const Problem& problem, const Selected& found) {
-    for (int row = 0; row < static_cast<int>(problem.rows.size()); ++row) {
+    for (int query_index = 0; query_index < static_cast<int>(problem.query_tokens.size());
+         ++query_index) {
       for (int head = 0; head < found.heads; ++head) {
-        const oracle::HeadScores scores = expected_scores(problem, row, head);
-        Ids expected = oracle::top_k(scores.values, problem.k(row));
+        const oracle::HeadScores scores = expected_scores(problem, query_index, head);
+        Ids expected = oracle::top_k(scores.values, problem.k(query_index));
         for (std::int64_t& id : expected) id += kSink;
-        EXPECT_EQ(found.of(row, head, found.ids_without_scores), expected)
-            << "row " << row << ", head " << head;
+        EXPECT_EQ(found.of(query_index, head, found.ids_without_scores), expected)
+            << "row " << query_index << ", head " << head;
       }
     }
   }
@@ -111,7 +112,7 @@ TEST_P(CandidatesTest, EveryNumberOfCandidatesAroundWarpsBlocksAndSegments) {
   }
 }
 
-// More than the shared memory of all blocks of a (row, KV head) holds, for one set and for three,
+// More than the shared memory of all blocks of a (query, KV head) holds, for one set and for three,
 // a little less, and a guess of the threshold at this size.
 TEST_P(CandidatesTest, MoreCandidatesThanFitOnChip) {
   struct Case {

@@ -57,7 +57,7 @@ class LongRowsTest : public SelectorTest {
     problem.group = group;
     problem.sequences = sets;
     for (std::size_t i = 0; i < sets.size(); ++i) {
-      problem.rows.push_back(
+      problem.query_tokens.push_back(
           {.sequence = static_cast<std::int32_t>(i), .lag = 0, .dense_from = kNoDense});
     }
     problem.config.estimator = score.estimator;
@@ -72,8 +72,9 @@ class LongRowsTest : public SelectorTest {
     problem.config.top_k = 300;
     problem.config.sink_tokens = 16;
     problem.config.recent_tokens = 24;
-    problem.queries = random_queries(
-        71, problem.rows.size() * static_cast<std::size_t>(problem.query_heads() * kHeadDim));
+    problem.queries =
+        random_queries(71, problem.query_tokens.size() *
+                               static_cast<std::size_t>(problem.query_heads() * kHeadDim));
     return problem;
   }
 
@@ -143,8 +144,8 @@ TEST_P(LongRowsTest, RaggedBatchesAgree) {
   }
 }
 
-// More (row, KV head) pairs than are chosen from by themselves, and groups wider than fit on chip;
-// some rows have fewer eligible tokens than are to be selected, or none.
+// More (query, KV head) pairs than are chosen from by themselves, and groups wider than fit on
+// chip; some rows have fewer eligible tokens than are to be selected, or none.
 TEST_P(LongRowsTest, ManyRowsAndWideGroupsAgree) {
   constexpr std::int64_t kBeyondFused = 200'000;
   std::vector<TokenSet> sets;

@@ -37,7 +37,7 @@ class GivenQueriesTest : public SelectorTest {
     problem.group = group;
     problem.sequences = sets;
     for (std::size_t i = 0; i < sets.size(); ++i) {
-      problem.rows.push_back(
+      problem.query_tokens.push_back(
           {.sequence = static_cast<std::int32_t>(i), .lag = 0, .dense_from = kNoDense});
     }
     problem.config.estimator = Estimator::kNormAware;
@@ -45,8 +45,9 @@ class GivenQueriesTest : public SelectorTest {
     problem.config.top_k = 90;
     problem.config.sink_tokens = 3;
     problem.config.recent_tokens = 130;
-    problem.queries = random_queries(
-        17, problem.rows.size() * static_cast<std::size_t>(problem.query_heads() * kHeadDim));
+    problem.queries =
+        random_queries(17, problem.query_tokens.size() *
+                               static_cast<std::size_t>(problem.query_heads() * kHeadDim));
     return problem;
   }
 
@@ -54,16 +55,17 @@ class GivenQueriesTest : public SelectorTest {
                              const float* queries, bool after_append) {
     QueryInput input{.kv = request.kv, .items = {}, .after_append = after_append};
     const std::int64_t row_values = std::int64_t{problem.query_heads()} * kHeadDim;
-    for (std::size_t row = 0; row < problem.rows.size(); ++row) {
-      input.items.push({.query = {.data = queries,
-                                  .dtype = DType::kFloat32,
-                                  .token_stride = row_values,
-                                  .head_stride = kHeadDim},
-                        .token = static_cast<std::int32_t>(row),
-                        .lag = problem.rows[row].lag,
-                        .flags = request.flags,
-                        .counters = request.sequences[problem.rows[row].sequence].counters,
-                        .layer = 6});
+    for (std::size_t query_index = 0; query_index < problem.query_tokens.size(); ++query_index) {
+      input.items.push(
+          {.query = {.data = queries,
+                     .dtype = DType::kFloat32,
+                     .token_stride = row_values,
+                     .head_stride = kHeadDim},
+           .token = static_cast<std::int32_t>(query_index),
+           .lag = problem.query_tokens[query_index].lag,
+           .flags = request.flags,
+           .counters = request.sequences[problem.query_tokens[query_index].sequence].counters,
+           .layer = 6});
     }
     return input;
   }
@@ -172,7 +174,7 @@ TEST_P(GivenQueriesTest, CountsNonfiniteRowsOnceAndNamesTheFirst) {
     const Step found = run_given(problem, false);
 
     EXPECT_EQ(found.nonfinite, 1U);
-    EXPECT_EQ(found.place.token, 2999 - problem.rows[0].lag);
+    EXPECT_EQ(found.place.token, 2999 - problem.query_tokens[0].lag);
     EXPECT_EQ(found.place.layer, 6);
     EXPECT_TRUE(found.place.in_query);
     EXPECT_TRUE(std::isnan(found.queries[7]));

@@ -56,7 +56,7 @@ class PipelineTest : public SelectorTest {
     request.planes = planes.view();
     request.sequences.push({.counters = device_counters.as<transfer::SequenceCounters>()});
     request.sketches.push(device_table.as<std::byte*>());
-    request.rows.push({.dense_from = std::numeric_limits<std::int64_t>::max()});
+    request.query_batch.push({.dense_from = std::numeric_limits<std::int64_t>::max()});
     request.queries = queries.as<const float>();
     request.max_length = tokens;
     Selector selector(*device_, {.max_tokens = tokens, .max_selected = config.top_k});

@@ -28,7 +28,7 @@ struct Estimate {
 
 struct Outcome {
   Selected selected;
-  std::vector<float> missed;  // [rows, query_heads]
+  std::vector<float> missed;  // [queries, query_heads]
 };
 
 class RecallParamsTest : public SelectorTest {
@@ -46,7 +46,7 @@ class RecallParamsTest : public SelectorTest {
     problem.kv_heads = kv_heads;
     problem.group = group;
     problem.sequences = {&set};
-    problem.rows = {
+    problem.query_tokens = {
         {.sequence = 0, .lag = 0, .dense_from = std::numeric_limits<std::int64_t>::max()}};
     problem.config.estimator = Estimator::kNormAware;
     problem.config.selection = selection;
@@ -58,11 +58,11 @@ class RecallParamsTest : public SelectorTest {
     return problem;
   }
   static void add_row(Problem& problem, std::int32_t lag) {
-    problem.rows.push_back(problem.rows[0]);
-    problem.rows.back().lag = lag;
+    problem.query_tokens.push_back(problem.query_tokens[0]);
+    problem.query_tokens.back().lag = lag;
   }
   static void make_queries(Problem& problem) {
-    const auto heads = std::ssize(problem.rows) * problem.query_heads();
+    const auto heads = std::ssize(problem.query_tokens) * problem.query_heads();
     problem.queries = random_queries(56, index(heads * kHeadDim));
   }
   // Half of the noise of gaussian planes; runtime/recall_test.cc has the formulas.
@@ -83,14 +83,15 @@ class RecallParamsTest : public SelectorTest {
     Selector selector(*device_, make_limits(problem, n * (per_kv ? 1 : problem.group)));
     const transfer::SelectionView view = selector.select(*stream_, request, recall_params);
     const int heads = problem.query_heads();
-    const std::size_t count = problem.rows.size() * index(heads);
+    const std::size_t count = problem.query_tokens.size() * index(heads);
     const transfer::Buffer sums = upload(std::vector<float>(count, lse));
     const transfer::Buffer missed = upload(std::vector<float>(count, -1.0F));
     MissedBatch batch;
-    for (std::int64_t row = 0; row < std::ssize(problem.rows); ++row) {
-      batch.push({.lse = sums.as<float>() + row * heads,
+    for (std::int64_t query_index = 0; query_index < std::ssize(problem.query_tokens);
+         ++query_index) {
+      batch.push({.lse = sums.as<float>() + query_index * heads,
                   .lse_stride = 1,
-                  .missed = missed.as<float>() + row * heads,
+                  .missed = missed.as<float>() + query_index * heads,
                   .missed_stride = 1});
     }
     selector.export_missed(*stream_, request, batch);
@@ -101,15 +102,15 @@ class RecallParamsTest : public SelectorTest {
     return outcome;
   }
 
-  static Estimate estimate(const Problem& problem, const RecallParams& recall_params, int row,
-                           int head) {
+  static Estimate estimate(const Problem& problem, const RecallParams& recall_params,
+                           int query_index, int head) {
     Problem alone = problem;
     alone.config.selection = Selection::kPerQueryHead;
     Estimate result;
-    result.weights = expected_scores(alone, row, head).values;
+    result.weights = expected_scores(alone, query_index, head).values;
     const auto& tokens = problem.sequences[0]->heads[index(head / problem.group)];
-    const float* query =
-        problem.queries.data() + (std::int64_t{row} * problem.query_heads() + head) * kHeadDim;
+    const float* query = problem.queries.data() +
+                         (std::int64_t{query_index} * problem.query_heads() + head) * kHeadDim;
     const double square = std::inner_product(query, query + kHeadDim, query, 0.0);
     double count = 0.0, sum = 0.0, squares = 0.0, key_squares = 0.0;
     for (std::size_t i = 0; i < result.weights.size(); ++i) {
@@ -150,14 +151,15 @@ class RecallParamsTest : public SelectorTest {
     const float lse = 3.0F;
     const Outcome outcome = select(problem, recall_params, lse);
     const int per_set = problem.query_heads() / outcome.selected.heads;
-    for (int row = 0; row < static_cast<int>(problem.rows.size()); ++row) {
+    for (int query_index = 0; query_index < static_cast<int>(problem.query_tokens.size());
+         ++query_index) {
       for (int set = 0; set < outcome.selected.heads; ++set) {
-        SCOPED_TRACE(::testing::Message() << "row " << row << ", set " << set);
+        SCOPED_TRACE(::testing::Message() << "row " << query_index << ", set " << set);
         std::vector<Estimate> heads;
         for (int h = 0; h < per_set; ++h) {
-          heads.push_back(estimate(problem, recall_params, row, set * per_set + h));
+          heads.push_back(estimate(problem, recall_params, query_index, set * per_set + h));
         }
-        std::vector<std::int64_t> chosen = outcome.selected.of(row, set);
+        std::vector<std::int64_t> chosen = outcome.selected.of(query_index, set);
         if (heads[0].weights.empty()) {
           EXPECT_TRUE(chosen.empty());
           continue;
@@ -170,7 +172,7 @@ class RecallParamsTest : public SelectorTest {
                                                                   static_cast<double>(few)
                                                             : 1.0);
         };
-        const oracle::HeadScores scores = expected_scores(problem, row, set);
+        const oracle::HeadScores scores = expected_scores(problem, query_index, set);
         EXPECT_EQ(
             oracle::compare_selection(scores.values, chosen, std::ssize(chosen), scores.slack), "");
         const double rest = left_out(heads, chosen);
@@ -180,9 +182,9 @@ class RecallParamsTest : public SelectorTest {
         for (int h = 0; h < per_set; ++h) {
           double mass = heads[index(h)].total;
           for (const std::int64_t id : chosen) mass -= heads[index(h)].weights[index(id)];
-          EXPECT_NEAR(
-              outcome.missed[index(std::int64_t{row} * problem.query_heads() + set * per_set + h)],
-              mass / (mass + std::exp(lse)), tolerance);
+          EXPECT_NEAR(outcome.missed[index(std::int64_t{query_index} * problem.query_heads() +
+                                           set * per_set + h)],
+                      mass / (mass + std::exp(lse)), tolerance);
         }
         const auto worst =
             std::min_element(chosen.begin(), chosen.end(), [&](std::int64_t a, std::int64_t b) {

@@ -36,8 +36,8 @@ TEST_P(ScalarScoresTest, AreTheOraclesForEveryShapeAndWeight) {
         problem.group = static_cast<int>(seed % 3) == 0 ? 1 : 4;
         problem.sequences = {&set};
         constexpr std::int64_t kNoDense = std::numeric_limits<std::int64_t>::max();
-        problem.rows = {{.sequence = 0, .lag = 2, .dense_from = kNoDense},
-                        {.sequence = 0, .lag = 0, .dense_from = kNoDense}};
+        problem.query_tokens = {{.sequence = 0, .lag = 2, .dense_from = kNoDense},
+                                {.sequence = 0, .lag = 0, .dense_from = kNoDense}};
         problem.config.estimator = Estimator::kNormAware;
         problem.config.code = SketchCode::kScalar;
         problem.config.selection = selection;

@@ -26,7 +26,7 @@ SelectShape shape_of(std::int64_t tokens) {
           .group = 4,
           .head_dim = 128,
           .plane_dim = 128,
-          .rows = 1,
+          .num_queries = 1,
           .max_length = tokens};
 }
 
@@ -62,7 +62,7 @@ TEST_F(SelectionPlanTest, AttendsToRowsThatTheKernelCanRead) {
   shape.head_dim = shape.plane_dim = 64;
   EXPECT_FALSE(plan_of(shape).attends);
   shape = shape_of(32 << 10);
-  shape.rows = 3;  // more than 16 pairs of a row and a KV head
+  shape.num_queries = 3;  // more than 16 pairs of a row and a KV head
   EXPECT_EQ(plan_of(shape).path, SelectionPath::kFused);
   EXPECT_FALSE(plan_of(shape).attends);
 }
@@ -70,7 +70,7 @@ TEST_F(SelectionPlanTest, AttendsToRowsThatTheKernelCanRead) {
 TEST_F(SelectionPlanTest, LeavesTheLongAndTheManyToTheStream) {
   EXPECT_EQ(plan_of(shape_of(1 << 20)).path, SelectionPath::kStream);
   SelectShape shape = shape_of(128 << 10);
-  shape.rows = 8;
+  shape.num_queries = 8;
   EXPECT_EQ(plan_of(shape).path, SelectionPath::kStream);
   shape = shape_of(128 << 10);
   shape.group = 16;
@@ -122,7 +122,7 @@ TEST_F(SelectionPlanTest, WritesScoresWhereSomethingWantsThem) {
               s.params.rule = SelectionRule::kTopK;
             }),
             SelectionPath::kGeneric);
-  EXPECT_EQ(path_with([](SelectShape& s) { s.rows = 0; }), SelectionPath::kGeneric);
+  EXPECT_EQ(path_with([](SelectShape& s) { s.num_queries = 0; }), SelectionPath::kGeneric);
   if constexpr (transfer::kWithCuda) {
     DeviceLimits older = kDevice;
     older.major = 8;

@@ -36,7 +36,7 @@ class SelectionRulesTest : public SelectorTest {
     problem.kv_heads = kv_heads;
     problem.group = group;
     problem.sequences = {&set};
-    problem.rows = {{.sequence = 0, .lag = 0, .dense_from = kNoDense}};
+    problem.query_tokens = {{.sequence = 0, .lag = 0, .dense_from = kNoDense}};
     problem.config.estimator = Estimator::kNormAware;
     problem.config.num_planes = kNumPlanes;
     problem.config.planes_per_table = 4;
@@ -240,7 +240,7 @@ TEST_P(SelectionRulesTest, AShorterCallAfterALongerOneLeavesNothingBehind) {
 }
 
 TEST_P(SelectionRulesTest, WorkspaceBytesCoverWhatIsAllocated) {
-  const SelectorLimits limits{.rows = 3,
+  const SelectorLimits limits{.num_queries = 3,
                               .query_heads = 6,
                               .kv_heads = 2,
                               .max_tokens = 5000,
@@ -261,7 +261,7 @@ class AdoptTest : public SelectionRulesTest {
     ids_ = upload(ids);
     const auto n = static_cast<std::int64_t>(ids.size()) / heads;
     return {.data = ids_.as<std::int32_t>(),
-            .row_stride = heads * n,
+            .query_stride = heads * n,
             .head_stride = n,
             .heads = heads,
             .n = n};
@@ -274,7 +274,7 @@ class AdoptTest : public SelectionRulesTest {
 TEST_P(AdoptTest, KeepsEachEligibleIdOnceInAscendingOrder) {
   const TokenSet set = random_tokens(11, 2, 400, signs_);
   Problem problem = make_problem(set, 2, 2);
-  problem.rows[0].lag = 5;  // visible: 395, tail from 375
+  problem.query_tokens[0].lag = 5;  // visible: 395, tail from 375
   const SelectRequest request = make_request(problem);
   Selector selector(*device_, make_limits(problem, 40));
   const std::vector<std::int32_t> ids = {

@@ -75,39 +75,41 @@ oracle::ScoreSpec Problem::spec() const {
   return spec;
 }
 
-oracle::VisibleRule Problem::rule(int row) const {
+oracle::VisibleRule Problem::rule(int query_index) const {
   return {.mode = mode,
           .sink = config.sink_tokens,
           .recent = config.recent_tokens,
           .window = config.recent_tokens,
-          .dense_from = rows[index(row)].dense_from};
+          .dense_from = query_tokens[index(query_index)].dense_from};
 }
 
-oracle::Visible Problem::visible(int row) const {
-  const transfer::QueryRow& query = rows[index(row)];
-  return oracle::visible_tokens(rule(row), sequences[index(query.sequence)]->length, query.lag);
+oracle::Visible Problem::visible(int query_index) const {
+  const transfer::QueryToken& query = query_tokens[index(query_index)];
+  return oracle::visible_tokens(rule(query_index), sequences[index(query.sequence)]->length,
+                                query.lag);
 }
 
-std::int64_t Problem::k(int row) const {
-  const oracle::Visible tokens = visible(row);
+std::int64_t Problem::k(int query_index) const {
+  const oracle::Visible tokens = visible(query_index);
   return oracle::selection_size(config.top_k, config.sparsity, tokens.count,
                                 static_cast<std::int64_t>(tokens.eligible.size()));
 }
 
-std::vector<std::int64_t> Selected::of(int row, int head,
+std::vector<std::int64_t> Selected::of(int query_index, int head,
                                        const std::vector<std::int32_t>& all) const {
   std::vector<std::int64_t> result;
-  const std::int32_t* from = all.data() + (std::int64_t{row} * heads + head) * n;
+  const std::int32_t* from = all.data() + (std::int64_t{query_index} * heads + head) * n;
   for (std::int64_t i = 0; i < n && from[i] != -1; ++i) result.push_back(from[i]);
   return result;
 }
 
-oracle::HeadScores expected_scores(const Problem& problem, int row, int head) {
+oracle::HeadScores expected_scores(const Problem& problem, int query_index, int head) {
   const int dim = problem.planes->view().head_dim;
   const oracle::Planes planes = oracle::planes_from_bf16(
       problem.planes->host_bits(), dim, problem.planes->config().kind == PlaneKind::kOrthogonal);
-  const TokenSet& tokens = *problem.sequences[index(problem.rows[index(row)].sequence)];
-  const std::vector<std::int64_t> eligible = problem.visible(row).eligible;
+  const TokenSet& tokens =
+      *problem.sequences[index(problem.query_tokens[index(query_index)].sequence)];
+  const std::vector<std::int64_t> eligible = problem.visible(query_index).eligible;
   if (eligible.empty()) return {};
 
   std::vector<std::vector<double>> heads;
@@ -118,8 +120,8 @@ oracle::HeadScores expected_scores(const Problem& problem, int row, int head) {
     std::vector<oracle::Sketch> sketches;
     const auto& all = tokens.heads[index(query_head / problem.group)];
     for (const std::int64_t t : eligible) sketches.push_back(all[index(t)]);
-    const float* from =
-        problem.queries.data() + (std::int64_t{row} * problem.query_heads() + query_head) * dim;
+    const float* from = problem.queries.data() +
+                        (std::int64_t{query_index} * problem.query_heads() + query_head) * dim;
     const std::vector<double> query(from, from + dim);
     oracle::HeadScores scores = oracle::scores(problem.spec(), planes, query, sketches);
     slack = std::max(slack, scores.slack);
@@ -258,7 +260,7 @@ SelectRequest SelectorTest::make_request(const Problem& problem) {
   }
   if (problem.slot_block > 0) place_in_slots(problem, request);
   request.max_length = std::max(request.max_length, problem.longest);
-  for (const transfer::QueryRow& row : problem.rows) request.rows.push(row);
+  for (const transfer::QueryToken& query : problem.query_tokens) request.query_batch.push(query);
   kept_.push_back(upload(problem.queries));
   request.queries = kept_.back().as<const float>();
   kept_.push_back(device_->allocate(transfer::Space::kPinnedHost, sizeof(transfer::StepFlags)));
@@ -268,7 +270,7 @@ SelectRequest SelectorTest::make_request(const Problem& problem) {
 
 SelectorLimits SelectorTest::make_limits(const Problem& problem, std::int64_t max_selected) {
   SelectorLimits limits;
-  limits.rows = static_cast<int>(problem.rows.size());
+  limits.num_queries = static_cast<int>(problem.query_tokens.size());
   limits.query_heads = problem.query_heads();
   limits.kv_heads = problem.kv_heads;
   for (const TokenSet* tokens : problem.sequences) {
@@ -282,19 +284,20 @@ SelectorLimits SelectorTest::make_limits(const Problem& problem, std::int64_t ma
 Selected SelectorTest::download_selection(const Problem& problem, const SelectRequest& request,
                                           Selector& selector, const transfer::SelectionView& view,
                                           int heads, std::int64_t n, bool with_scores) {
-  const std::size_t rows = problem.rows.size();
+  const std::size_t rows = problem.query_tokens.size();
   const std::size_t size = rows * index(heads) * index(n);
   transfer::Buffer ids = allocate<std::int32_t>(size);
   transfer::Buffer scores = allocate<float>(size);
   const IdTensor tensor{.data = ids.as<std::int32_t>(),
-                        .row_stride = heads * n,
+                        .query_stride = heads * n,
                         .head_stride = n,
                         .heads = heads,
                         .n = n};
   selector.export_ids(*stream_, request, tensor);
   if (with_scores) {
-    selector.export_scores(*stream_, request, tensor,
-                           {.data = scores.as<float>(), .row_stride = heads * n, .head_stride = n});
+    selector.export_scores(
+        *stream_, request, tensor,
+        {.data = scores.as<float>(), .query_stride = heads * n, .head_stride = n});
   }
   Selected found;
   found.heads = heads;
@@ -312,8 +315,8 @@ Selected SelectorTest::download_selection(const Problem& problem, const SelectRe
 
 Selected SelectorTest::run(const Problem& problem) {
   std::int64_t k = 1;
-  for (std::size_t row = 0; row < problem.rows.size(); ++row) {
-    k = std::max(k, problem.k(static_cast<int>(row)));
+  for (std::size_t query_index = 0; query_index < problem.query_tokens.size(); ++query_index) {
+    k = std::max(k, problem.k(static_cast<int>(query_index)));
   }
   SelectRequest request = make_request(problem);
   const bool shared = problem.config.selection != Selection::kPerQueryHead;
@@ -334,22 +337,23 @@ Selected SelectorTest::run(const Problem& problem) {
 
 void SelectorTest::expect_oracle(const Problem& problem, const Selected& found) {
   std::uint64_t scored = 0;
-  for (int row = 0; row < static_cast<int>(problem.rows.size()); ++row) {
-    const oracle::Visible visible = problem.visible(row);
+  for (int query_index = 0; query_index < static_cast<int>(problem.query_tokens.size());
+       ++query_index) {
+    const oracle::Visible visible = problem.visible(query_index);
     scored += visible.eligible.size() * index(problem.kv_heads);
-    const std::int64_t k = problem.k(row);
+    const std::int64_t k = problem.k(query_index);
     std::vector<std::set<std::int64_t>> chosen(index(problem.kv_heads));
     for (int head = 0; head < found.heads; ++head) {
-      SCOPED_TRACE(::testing::Message() << "row " << row << ", head " << head);
-      const oracle::HeadScores expected = expected_scores(problem, row, head);
-      const std::vector<std::int64_t> ids = found.of(row, head);
+      SCOPED_TRACE(::testing::Message() << "row " << query_index << ", head " << head);
+      const oracle::HeadScores expected = expected_scores(problem, query_index, head);
+      const std::vector<std::int64_t> ids = found.of(query_index, head);
       const std::int64_t offset = visible.eligible.empty() ? 0 : visible.eligible.front();
       std::vector<std::int64_t> positions;
       for (const std::int64_t id : ids) positions.push_back(id - offset);
       EXPECT_EQ(oracle::compare_selection(expected.values, positions, k, expected.slack), "");
       if (!found.ids_without_scores.empty()) {
         std::vector<std::int64_t> others;
-        for (const std::int64_t id : found.of(row, head, found.ids_without_scores)) {
+        for (const std::int64_t id : found.of(query_index, head, found.ids_without_scores)) {
           others.push_back(id - offset);
         }
         EXPECT_EQ(oracle::compare_selection(expected.values, others, k, expected.slack), "")
@@ -360,7 +364,7 @@ void SelectorTest::expect_oracle(const Problem& problem, const Selected& found) 
       // fp32 sums of at most 1024 terms: 1024 * 2^-24 of the sum of their magnitudes.
       const double tolerance = expected.magnitude * 0x1p-14 + expected.slack;
       const float* scores =
-          found.scores.data() + (std::int64_t{row} * found.heads + head) * found.n;
+          found.scores.data() + (std::int64_t{query_index} * found.heads + head) * found.n;
       for (std::int64_t i = 0; i < found.n; ++i) {
         if (i >= static_cast<std::int64_t>(ids.size())) {
           ASSERT_EQ(scores[i], -std::numeric_limits<float>::infinity());
@@ -377,12 +381,12 @@ void SelectorTest::expect_oracle(const Problem& problem, const Selected& found) 
       }
     }
     for (int kv_head = 0; kv_head < problem.kv_heads; ++kv_head) {
-      const std::int64_t slot = std::int64_t{row} * problem.kv_heads + kv_head;
+      const std::int64_t slot = std::int64_t{query_index} * problem.kv_heads + kv_head;
       const std::int32_t* ids = found.union_ids.data() + slot * found.capacity;
       const auto& expected = chosen[found.heads == 1 ? 0 : index(kv_head)];
       ASSERT_EQ(std::vector<std::int64_t>(ids, ids + found.counts[index(slot)]),
                 std::vector<std::int64_t>(expected.begin(), expected.end()))
-          << "row " << row << ", kv head " << kv_head;
+          << "row " << query_index << ", kv head " << kv_head;
     }
   }
   EXPECT_EQ(found.tokens_scored, scored);

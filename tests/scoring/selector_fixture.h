@@ -48,7 +48,7 @@ struct DeviceTokens {
   transfer::Buffer counters;
 };
 
-/// One problem for the selector: sequences, query rows and parameters.
+/// One problem for the selector: sequences, queries and parameters.
 struct Problem {
   const hashing::Planes* planes = nullptr;
   RetrievalConfig config = testing::top_k_of_signs();
@@ -56,8 +56,8 @@ struct Problem {
   int group = 1;
   float softmax_scale = 0.1F;
   std::vector<const TokenSet*> sequences;
-  std::vector<transfer::QueryRow> rows;
-  std::vector<float> queries;  ///< `[rows, query_heads, head_dim]`
+  std::vector<transfer::QueryToken> query_tokens;
+  std::vector<float> queries;  ///< `[queries, query_heads, head_dim]`
   LayerMode mode = LayerMode::kSparse;
   std::int64_t longest = 0;  ///< The bound of lengths that the selector is told, if above them.
   /// Tokens of a block of a paged cache by whose slots sketches are addressed; 0: they are not.
@@ -69,9 +69,9 @@ struct Problem {
         config.selection);
   }
   [[nodiscard]] oracle::ScoreSpec spec() const;
-  [[nodiscard]] oracle::VisibleRule rule(int row) const;
-  [[nodiscard]] oracle::Visible visible(int row) const;
-  [[nodiscard]] std::int64_t k(int row) const;
+  [[nodiscard]] oracle::VisibleRule rule(int query_index) const;
+  [[nodiscard]] oracle::Visible visible(int query_index) const;
+  [[nodiscard]] std::int64_t k(int query_index) const;
 };
 
 /// What the selector returned, on the host.
@@ -81,20 +81,22 @@ struct Selected {
   std::vector<std::int32_t> ids;                 ///< `[rows, heads, n]`
   std::vector<std::int32_t> ids_without_scores;  ///< Of a call that kept no scores.
   std::vector<float> scores;
-  std::vector<std::int32_t> counts;  ///< `[rows, kv_heads]`
+  std::vector<std::int32_t> counts;  ///< `[queries, kv_heads]`
   std::vector<std::int32_t> union_ids;
   std::vector<std::uint16_t> masks;
   std::int64_t capacity = 0;
   std::uint64_t tokens_scored = 0;
 
-  /// Ids of one (row, head), without the padding.
-  [[nodiscard]] std::vector<std::int64_t> of(int row, int head) const { return of(row, head, ids); }
-  [[nodiscard]] std::vector<std::int64_t> of(int row, int head,
+  /// Ids of one (query, head), without the padding.
+  [[nodiscard]] std::vector<std::int64_t> of(int query_index, int head) const {
+    return of(query_index, head, ids);
+  }
+  [[nodiscard]] std::vector<std::int64_t> of(int query_index, int head,
                                              const std::vector<std::int32_t>& all) const;
 };
 
 /// Scores of the eligible tokens by the oracle, of the set of a query head, KV head or sequence.
-[[nodiscard]] oracle::HeadScores expected_scores(const Problem& problem, int row, int head);
+[[nodiscard]] oracle::HeadScores expected_scores(const Problem& problem, int query_index, int head);
 
 class SelectorTest : public testing::BackendTest {
  protected:

@@ -44,14 +44,15 @@ std::string describe(const RetrievalConfig& config, int group) {
 // Every row of a batch has its own sequence, so one call covers all lengths.
 void add_row_per_sequence(Problem& problem) {
   for (std::size_t i = 0; i < problem.sequences.size(); ++i) {
-    problem.rows.push_back(
+    problem.query_tokens.push_back(
         {.sequence = static_cast<std::int32_t>(i), .lag = 0, .dense_from = kNoDense});
   }
 }
 
 void add_queries(Problem& problem, std::uint64_t seed) {
-  problem.queries = random_queries(
-      seed, problem.rows.size() * static_cast<std::size_t>(problem.query_heads() * kHeadDim));
+  problem.queries =
+      random_queries(seed, problem.query_tokens.size() *
+                               static_cast<std::size_t>(problem.query_heads() * kHeadDim));
 }
 
 RetrievalConfig small_config(const EstimatorCase& test, Selection selection) {
@@ -254,13 +255,13 @@ TEST_P(SelectorOracleTest, RowsOfSeveralSequencesLagAndDenseFrom) {
     problem.kv_heads = 2;
     problem.group = 2;
     problem.sequences = {&first, &second};
-    problem.rows = {{.sequence = 1, .lag = 3, .dense_from = kNoDense},
-                    {.sequence = 0, .lag = 0, .dense_from = 900},
-                    {.sequence = 1, .lag = 0, .dense_from = 2090},
-                    {.sequence = 0, .lag = 1299, .dense_from = kNoDense},
-                    {.sequence = 0, .lag = 1400, .dense_from = kNoDense},
-                    {.sequence = 0, .lag = 200, .dense_from = 10},
-                    {.sequence = 1, .lag = 1000, .dense_from = 1100}};
+    problem.query_tokens = {{.sequence = 1, .lag = 3, .dense_from = kNoDense},
+                            {.sequence = 0, .lag = 0, .dense_from = 900},
+                            {.sequence = 1, .lag = 0, .dense_from = 2090},
+                            {.sequence = 0, .lag = 1299, .dense_from = kNoDense},
+                            {.sequence = 0, .lag = 1400, .dense_from = kNoDense},
+                            {.sequence = 0, .lag = 200, .dense_from = 10},
+                            {.sequence = 1, .lag = 1000, .dense_from = 1100}};
     add_queries(problem, 81);
     SCOPED_TRACE(describe(problem.config, problem.group));
 
@@ -279,8 +280,8 @@ TEST_P(SelectorOracleTest, SparsityTakesItsShareOfTheVisibleTokens) {
     problem.planes = planes.get();
     problem.group = 2;
     problem.sequences = {&set};
-    problem.rows = {{.sequence = 0, .lag = 1, .dense_from = kNoDense},
-                    {.sequence = 0, .lag = 500, .dense_from = kNoDense}};
+    problem.query_tokens = {{.sequence = 0, .lag = 1, .dense_from = kNoDense},
+                            {.sequence = 0, .lag = 500, .dense_from = kNoDense}};
     add_queries(problem, 82);
     SCOPED_TRACE(sparsity);
 

@@ -13,7 +13,7 @@ namespace kvtier::transfer::cuda {
 /// Blocks of a launch that walks over its work: enough for 132 SMs to hold 8 each.
 inline constexpr std::int64_t kMaxBlocks = 1056;
 
-/// Rows that a gather copies for one (query row, KV head).
+/// Rows that a gather copies for one (query, KV head).
 __device__ inline std::int64_t num_gathered(const SelectionView& selection, std::int64_t lane) {
   return min(std::int64_t{selection.counts[lane]}, selection.staged_capacity);
 }
@@ -37,7 +37,7 @@ __device__ inline std::int64_t lower_bound(const std::int32_t* ids, std::int64_t
 /// One block counts the rows of the whole gather, while the others copy: ids are ascending, so
 /// those in pages are one run. All selected rows are counted, staged or not.
 __device__ inline void count_gathered(const KvGeometry& geometry, const SequenceBatch& sequences,
-                                      const QueryBatch& rows, const SelectionView& selection,
+                                      const QueryBatch& query_batch, const SelectionView& selection,
                                       bool pages_on_device, StepFlags* flags) {
   __shared__ unsigned long long totals[3];  // rows copied, those in pages, rows selected
   if (threadIdx.x < 3) totals[threadIdx.x] = 0;
@@ -45,11 +45,11 @@ __device__ inline void count_gathered(const KvGeometry& geometry, const Sequence
   unsigned long long copied = 0;
   unsigned long long paged = 0;
   unsigned long long selected = 0;
-  const std::int64_t lanes = std::int64_t{rows.count} * geometry.kv_heads;
+  const std::int64_t lanes = std::int64_t{query_batch.count} * geometry.kv_heads;
   for (std::int64_t lane = threadIdx.x; lane < lanes; lane += blockDim.x) {
     const std::int64_t count = num_gathered(selection, lane);
     const std::int32_t* ids = selection.ids + lane * selection.capacity;
-    const int sequence = rows[static_cast<int>(lane / geometry.kv_heads)].sequence;
+    const int sequence = query_batch[static_cast<int>(lane / geometry.kv_heads)].sequence;
     std::int64_t end = count;
     if (geometry.recent_capacity > 0) {
       end = lower_bound(ids, count, sequences[sequence].counters->resident_begin);

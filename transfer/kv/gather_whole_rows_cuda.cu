@@ -16,7 +16,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 
 /// A warp stages as many rows at a time as its flight has, and compares them while they are in
-/// registers; what is left to be read in place it compares there. Block (x, KV head, query row);
+/// registers; what is left to be read in place it compares there. Block (x, KV head, query);
 /// the last x counts.
 template <typename Rows>
 __global__ void __launch_bounds__(kThreads)
@@ -27,14 +27,14 @@ __global__ void __launch_bounds__(kThreads)
   const unsigned copying_blocks = gridDim.x - 1;
   if (blockIdx.x == copying_blocks) {
     if (blockIdx.y == 0 && blockIdx.z == 0 && flags != nullptr) {
-      cuda::count_gathered(geometry, rows.sequences, rows.rows, selection, false, flags);
+      cuda::count_gathered(geometry, rows.sequences, rows.query_batch, selection, false, flags);
     }
     return;
   }
   const int head = static_cast<int>(blockIdx.y);
-  const int query_row = static_cast<int>(blockIdx.z);
-  const std::int64_t list = std::int64_t{query_row} * geometry.kv_heads + head;
-  const SequenceView& sequence = rows.sequences[rows.rows[query_row].sequence];
+  const int query_index = static_cast<int>(blockIdx.z);
+  const std::int64_t list = std::int64_t{query_index} * geometry.kv_heads + head;
+  const SequenceView& sequence = rows.sequences[rows.query_batch[query_index].sequence];
   const std::int64_t resident_begin = sequence.counters->resident_begin;
   const std::int64_t count = cuda::num_gathered(selection, list);
   const std::int32_t* ids = selection.ids + list * selection.capacity;
@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(kThreads)
     flight.store(staged + (first + lane) * geometry.row_bytes(), 0, end);
     corrupt += static_cast<unsigned>(__popc(changed));
   }
-  corrupt += cuda::compare_rows(geometry, rows, query_row, head, count, {warp, num_warps});
-  cuda::raise_corrupt(rows, query_row, corrupt);
+  corrupt += cuda::compare_rows(geometry, rows, query_index, head, count, {warp, num_warps});
+  cuda::raise_corrupt(rows, query_index, corrupt);
 }
 
 }  // namespace
@@ -73,7 +73,7 @@ namespace cuda {
 void gather_whole_rows(void* stream, const KvGeometry& geometry, const RowReading& reading,
                        StepFlags* flags) {
   const SelectionView& selection = reading.selection;
-  const std::int64_t lanes = std::int64_t{reading.rows.count} * geometry.kv_heads;
+  const std::int64_t lanes = std::int64_t{reading.query_batch.count} * geometry.kv_heads;
   if (lanes == 0) return;
   const std::int64_t most = std::min(selection.capacity, selection.staged_capacity);
   const auto launch = [&](auto kernel, std::int64_t rows_of_warp) {
@@ -82,7 +82,7 @@ void gather_whole_rows(void* stream, const KvGeometry& geometry, const RowReadin
     const std::int64_t blocks =
         std::clamp<std::int64_t>(wanted, 1, std::max<std::int64_t>(kMaxBlocks / lanes, 1));
     const dim3 grid(static_cast<unsigned>(blocks) + 1, static_cast<unsigned>(geometry.kv_heads),
-                    static_cast<unsigned>(reading.rows.count));
+                    static_cast<unsigned>(reading.query_batch.count));
     kernel<<<grid, kThreads, 0, stream_of(stream)>>>(geometry, reading, flags);
   };
   with_head_dim(geometry.head_dim, [&](auto head_dim) {

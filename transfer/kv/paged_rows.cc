@@ -20,24 +20,26 @@ void read_tables(Stream& stream, const TableInput& input, std::int32_t* blocks, 
 }
 
 void list_attended(Stream& stream, const SpanRule& rule, const SequenceBatch& sequences,
-                   const QueryBatch& rows, int kv_heads, const SelectionView& selection,
+                   const QueryBatch& query_batch, int kv_heads, const SelectionView& selection,
                    const AttendedList& list) {
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
-      return cuda::list_attended(stream.native(), rule, sequences, rows, kv_heads, selection, list);
+      return cuda::list_attended(stream.native(), rule, sequences, query_batch, kv_heads, selection,
+                                 list);
     }
   }
-  stream.run([=] { cpu::list_attended(rule, sequences, rows, kv_heads, selection, list); });
+  stream.run([=] { cpu::list_attended(rule, sequences, query_batch, kv_heads, selection, list); });
 }
 
 void gather_paged_rows(Stream& stream, const KvGeometry& geometry, const SlotTables& slots,
-                       const PagedRows& cache, const QueryBatch& rows, const SelectionView& list) {
+                       const PagedRows& cache, const QueryBatch& query_batch,
+                       const SelectionView& list) {
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
-      return cuda::gather_paged_rows(stream.native(), geometry, slots, cache, rows, list);
+      return cuda::gather_paged_rows(stream.native(), geometry, slots, cache, query_batch, list);
     }
   }
-  stream.run([=] { cpu::gather_paged_rows(geometry, slots, cache, rows, list); });
+  stream.run([=] { cpu::gather_paged_rows(geometry, slots, cache, query_batch, list); });
 }
 
 namespace cpu {
@@ -59,20 +61,22 @@ void read_tables(const TableInput& input, std::int32_t* blocks, std::int64_t str
   }
 }
 
-void list_attended(const SpanRule& rule, const SequenceBatch& sequences, const QueryBatch& rows,
-                   int kv_heads, const SelectionView& selection, const AttendedList& list) {
-  for (int row = 0; row < rows.count; ++row) {
+void list_attended(const SpanRule& rule, const SequenceBatch& sequences,
+                   const QueryBatch& query_batch, int kv_heads, const SelectionView& selection,
+                   const AttendedList& list) {
+  for (int query_index = 0; query_index < query_batch.count; ++query_index) {
     const AttendedSpans spans =
-        attended_spans(rule, sequences[rows[row].sequence].counters->length, rows[row]);
+        attended_spans(rule, sequences[query_batch[query_index].sequence].counters->length,
+                       query_batch[query_index]);
     for (int head = 0; head < list.heads; ++head) {
-      const std::int64_t from = std::int64_t{row} * kv_heads + head;
+      const std::int64_t from = std::int64_t{query_index} * kv_heads + head;
       const AttendedTokens tokens(spans, selection.counts[from]);
       const std::int64_t count = std::min(tokens.count(), list.n);
-      const std::int64_t to = std::int64_t{row} * list.heads + head;
-      std::int32_t* ids = list.ids + row * list.row_stride + head * list.head_stride;
-      float* bias = list.bias == nullptr
-                        ? nullptr
-                        : list.bias + row * list.bias_row_stride + head * list.bias_head_stride;
+      const std::int64_t to = std::int64_t{query_index} * list.heads + head;
+      std::int32_t* ids = list.ids + query_index * list.query_stride + head * list.head_stride;
+      float* bias = list.bias == nullptr ? nullptr
+                                         : list.bias + query_index * list.bias_row_stride +
+                                               head * list.bias_head_stride;
       for (std::int64_t i = 0; i < count; ++i) {
         const std::int64_t chosen = tokens.chosen(i);
         const std::int64_t entry = from * selection.capacity + chosen;
@@ -94,28 +98,29 @@ void list_attended(const SpanRule& rule, const SequenceBatch& sequences, const Q
 }
 
 void gather_paged_rows(const KvGeometry& geometry, const SlotTables& slots, const PagedRows& cache,
-                       const QueryBatch& rows, const SelectionView& list) {
+                       const QueryBatch& query_batch, const SelectionView& list) {
   const std::size_t half_bytes = static_cast<std::size_t>(geometry.row_bytes()) / 2;
   const auto address = [&](const PagedRows::Half& half, std::int64_t slot, std::int64_t head) {
     return half.data +
            2 * (slot / slots.block_tokens * half.block_stride +
                 slot % slots.block_tokens * half.token_stride + head * half.head_stride);
   };
-  parallel_for(
-      std::int64_t{rows.count} * geometry.kv_heads, 1, [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t lane = begin; lane < end; ++lane) {
-          const auto row = static_cast<int>(lane / geometry.kv_heads);
-          const std::int32_t* table = slots.of(rows[row].sequence);
-          for (std::int64_t i = 0; i < list.counts[lane]; ++i) {
-            const std::int64_t token = list.ids[lane * list.capacity + i];
-            const std::int64_t slot = slot_of(table, slots.block_tokens, token);
-            const std::int64_t head = lane % geometry.kv_heads;
-            std::byte* to = list.staged + (lane * list.staged_capacity + i) * geometry.row_bytes();
-            std::memcpy(to, address(cache.keys, slot, head), half_bytes);
-            std::memcpy(to + half_bytes, address(cache.values, slot, head), half_bytes);
-          }
-        }
-      });
+  parallel_for(std::int64_t{query_batch.count} * geometry.kv_heads, 1,
+               [&](std::int64_t begin, std::int64_t end) {
+                 for (std::int64_t lane = begin; lane < end; ++lane) {
+                   const auto query_index = static_cast<int>(lane / geometry.kv_heads);
+                   const std::int32_t* table = slots.of(query_batch[query_index].sequence);
+                   for (std::int64_t i = 0; i < list.counts[lane]; ++i) {
+                     const std::int64_t token = list.ids[lane * list.capacity + i];
+                     const std::int64_t slot = slot_of(table, slots.block_tokens, token);
+                     const std::int64_t head = lane % geometry.kv_heads;
+                     std::byte* to =
+                         list.staged + (lane * list.staged_capacity + i) * geometry.row_bytes();
+                     std::memcpy(to, address(cache.keys, slot, head), half_bytes);
+                     std::memcpy(to + half_bytes, address(cache.values, slot, head), half_bytes);
+                   }
+                 }
+               });
 }
 
 }  // namespace cpu

@@ -53,7 +53,7 @@ struct AttendedList {
   std::uint16_t* head_mask = nullptr;  ///< `[rows, heads, n]` without gaps, or nullptr.
   std::uint16_t all_heads = 0;         ///< What each entry of `head_mask` becomes.
   std::int32_t* counts = nullptr;      ///< `[rows, heads]`, or nullptr: ids are padded with -1.
-  std::int64_t row_stride = 0;
+  std::int64_t query_stride = 0;
   std::int64_t head_stride = 0;
   std::int64_t bias_row_stride = 0;
   std::int64_t bias_head_stride = 0;
@@ -62,14 +62,15 @@ struct AttendedList {
 };
 
 /// Lists the always-attended tokens and those of `selection`, whose sets are those of KV heads, of
-/// each (query row, KV head): at most `n` of them. The bias of an always-attended token is 0.
+/// each (query, KV head): at most `n` of them. The bias of an always-attended token is 0.
 /// Enqueued.
 void list_attended(Stream& stream, const SpanRule& rule, const SequenceBatch& sequences,
-                   const QueryBatch& rows, int kv_heads, const SelectionView& selection,
+                   const QueryBatch& query_batch, int kv_heads, const SelectionView& selection,
                    const AttendedList& list);
 
 /// Copies the rows of the listed tokens, `ids` and `counts` of `list`, to `list.staged`. Enqueued.
 void gather_paged_rows(Stream& stream, const KvGeometry& geometry, const SlotTables& slots,
-                       const PagedRows& cache, const QueryBatch& rows, const SelectionView& list);
+                       const PagedRows& cache, const QueryBatch& query_batch,
+                       const SelectionView& list);
 
 }  // namespace kvtier::transfer

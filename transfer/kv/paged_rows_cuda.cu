@@ -47,7 +47,7 @@ __global__ __launch_bounds__(kThreads) void read_table_rows(
 struct ListArgs {
   SpanRule rule;
   SequenceBatch sequences;
-  QueryBatch rows;
+  QueryBatch query_batch;
   SelectionView selection;
   AttendedList list;
   int kv_heads;
@@ -57,19 +57,19 @@ struct ListArgs {
 __global__ __launch_bounds__(kThreads) void list_rows(const __grid_constant__ ListArgs args) {
   const AttendedList& list = args.list;
   const SelectionView& selection = args.selection;
-  const std::int64_t row = blockIdx.z;
+  const std::int64_t query_index = blockIdx.z;
   const std::int64_t head = blockIdx.y;
-  const QueryRow& query = args.rows[static_cast<int>(row)];
+  const QueryToken& query = args.query_batch[static_cast<int>(query_index)];
   const AttendedSpans spans =
       attended_spans(args.rule, args.sequences[query.sequence].counters->length, query);
-  const std::int64_t from = row * args.kv_heads + head;
+  const std::int64_t from = query_index * args.kv_heads + head;
   const AttendedTokens tokens(spans, selection.counts[from]);
   const std::int64_t count = min(tokens.count(), list.n);
-  const std::int64_t to = row * list.heads + head;
-  std::int32_t* ids = list.ids + row * list.row_stride + head * list.head_stride;
+  const std::int64_t to = query_index * list.heads + head;
+  std::int32_t* ids = list.ids + query_index * list.query_stride + head * list.head_stride;
   float* bias = list.bias == nullptr
                     ? nullptr
-                    : list.bias + row * list.bias_row_stride + head * list.bias_head_stride;
+                    : list.bias + query_index * list.bias_row_stride + head * list.bias_head_stride;
 
   const std::int64_t first = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const std::int64_t end = list.counts == nullptr ? list.n : count;  // padded up to there
@@ -93,7 +93,7 @@ __global__ __launch_bounds__(kThreads) void list_rows(const __grid_constant__ Li
 struct GatherArgs {
   SlotTables slots;
   PagedRows cache;
-  QueryBatch rows;
+  QueryBatch query_batch;
   SelectionView list;
   int kv_heads;
   int half_vectors;  // of 16 bytes, of a key
@@ -109,11 +109,12 @@ __device__ const uint4* half_of(const PagedRows::Half& half, std::int64_t slot, 
 // A warp per row. Grid: blocks over entries x KV heads x rows.
 __global__ __launch_bounds__(kThreads) void gather_listed(const __grid_constant__ GatherArgs args) {
   constexpr int kWarps = kThreads / 32;
-  const std::int64_t row = blockIdx.z;
-  const std::int64_t lane_of_list = row * args.kv_heads + blockIdx.y;
+  const std::int64_t query_index = blockIdx.z;
+  const std::int64_t lane_of_list = query_index * args.kv_heads + blockIdx.y;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const std::int64_t count = args.list.counts[lane_of_list];
-  const std::int32_t* table = args.slots.of(args.rows[static_cast<int>(row)].sequence);
+  const std::int32_t* table =
+      args.slots.of(args.query_batch[static_cast<int>(query_index)].sequence);
   for (std::int64_t i = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; i < count;
        i += std::int64_t{gridDim.x} * kWarps) {
     const std::int64_t token = args.list.ids[lane_of_list * args.list.capacity + i];
@@ -141,32 +142,34 @@ void read_tables(void* stream, const TableInput& input, std::int32_t* blocks, st
 }
 
 void list_attended(void* stream, const SpanRule& rule, const SequenceBatch& sequences,
-                   const QueryBatch& rows, int kv_heads, const SelectionView& selection,
+                   const QueryBatch& query_batch, int kv_heads, const SelectionView& selection,
                    const AttendedList& list) {
-  if (rows.count == 0 || list.n == 0) return;
+  if (query_batch.count == 0 || list.n == 0) return;
   const ListArgs args{.rule = rule,
                       .sequences = sequences,
-                      .rows = rows,
+                      .query_batch = query_batch,
                       .selection = selection,
                       .list = list,
                       .kv_heads = kv_heads};
   const dim3 grid(blocks_over(list.n, kThreads), static_cast<unsigned>(list.heads),
-                  static_cast<unsigned>(rows.count));
+                  static_cast<unsigned>(query_batch.count));
   list_rows<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
 void gather_paged_rows(void* stream, const KvGeometry& geometry, const SlotTables& slots,
-                       const PagedRows& cache, const QueryBatch& rows, const SelectionView& list) {
-  if (rows.count == 0 || list.capacity == 0) return;
+                       const PagedRows& cache, const QueryBatch& query_batch,
+                       const SelectionView& list) {
+  if (query_batch.count == 0 || list.capacity == 0) return;
   const GatherArgs args{.slots = slots,
                         .cache = cache,
-                        .rows = rows,
+                        .query_batch = query_batch,
                         .list = list,
                         .kv_heads = geometry.kv_heads,
                         .half_vectors = geometry.head_dim / 8};
   const dim3 grid(blocks_over(list.capacity, kThreads / 32),
-                  static_cast<unsigned>(geometry.kv_heads), static_cast<unsigned>(rows.count));
+                  static_cast<unsigned>(geometry.kv_heads),
+                  static_cast<unsigned>(query_batch.count));
   gather_listed<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }

@@ -8,20 +8,22 @@ namespace kvtier::transfer {
 namespace cpu {
 void read_tables(const TableInput& input, std::int32_t* blocks, std::int64_t stride,
                  SequenceCounters* counters, TableFaults* faults);
-void list_attended(const SpanRule& rule, const SequenceBatch& sequences, const QueryBatch& rows,
-                   int kv_heads, const SelectionView& selection, const AttendedList& list);
+void list_attended(const SpanRule& rule, const SequenceBatch& sequences,
+                   const QueryBatch& query_batch, int kv_heads, const SelectionView& selection,
+                   const AttendedList& list);
 void gather_paged_rows(const KvGeometry& geometry, const SlotTables& slots, const PagedRows& cache,
-                       const QueryBatch& rows, const SelectionView& list);
+                       const QueryBatch& query_batch, const SelectionView& list);
 }  // namespace cpu
 
 namespace cuda {  // `stream` is a cudaStream_t
 void read_tables(void* stream, const TableInput& input, std::int32_t* blocks, std::int64_t stride,
                  SequenceCounters* counters, TableFaults* faults);
 void list_attended(void* stream, const SpanRule& rule, const SequenceBatch& sequences,
-                   const QueryBatch& rows, int kv_heads, const SelectionView& selection,
+                   const QueryBatch& query_batch, int kv_heads, const SelectionView& selection,
                    const AttendedList& list);
 void gather_paged_rows(void* stream, const KvGeometry& geometry, const SlotTables& slots,
-                       const PagedRows& cache, const QueryBatch& rows, const SelectionView& list);
+                       const PagedRows& cache, const QueryBatch& query_batch,
+                       const SelectionView& list);
 }  // namespace cuda
 
 /// The tokens that one query attends: the always-attended ones and `selected` others, ascending.

@@ -26,15 +26,15 @@ bool is_whole(const KvGeometry& geometry, const std::byte* page, int kv_head, st
   return check == kNotChecked || check == cpu::row_check(geometry, page, kv_head, token, row);
 }
 
-/// One (query row, KV head) of a launch.
+/// One (query, KV head) of a launch.
 class Lane {
  public:
-  Lane(const KvGeometry& geometry, const RowReading& reading, int row, int kv_head)
+  Lane(const KvGeometry& geometry, const RowReading& reading, int query_index, int kv_head)
       : geometry_(geometry),
         reading_(reading),
-        query_(reading.rows[row]),
+        query_(reading.query_batch[query_index]),
         kv_head_(kv_head),
-        list_(std::int64_t{row} * geometry.kv_heads + kv_head),
+        list_(std::int64_t{query_index} * geometry.kv_heads + kv_head),
         sequence_(reading.sequences[query_.sequence]) {}
 
   void verify() {
@@ -74,7 +74,7 @@ class Lane {
 
   const KvGeometry& geometry_;
   const RowReading& reading_;
-  const QueryRow& query_;
+  const QueryToken& query_;
   int kv_head_;
   std::int64_t list_;
   const SequenceView& sequence_;
@@ -120,7 +120,8 @@ void gather_whole_rows(Stream& stream, const KvGeometry& geometry, const RowRead
       return cuda::gather_whole_rows(stream.native(), geometry, reading, flags);
     }
   }
-  gather_rows(stream, geometry, reading.sequences, reading.rows, reading.selection, false, flags);
+  gather_rows(stream, geometry, reading.sequences, reading.query_batch, reading.selection, false,
+              flags);
   verify_rows(stream, geometry, reading);
 }
 
@@ -149,7 +150,7 @@ std::uint32_t row_check(const KvGeometry& geometry, const std::byte* page, int k
 }
 
 void verify_rows(const KvGeometry& geometry, const RowReading& reading) {
-  const std::int64_t lanes = std::int64_t{reading.rows.count} * geometry.kv_heads;
+  const std::int64_t lanes = std::int64_t{reading.query_batch.count} * geometry.kv_heads;
   parallel_for(lanes, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t lane = begin; lane < end; ++lane) {
       Lane(geometry, reading, static_cast<int>(lane / geometry.kv_heads),

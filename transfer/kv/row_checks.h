@@ -73,7 +73,7 @@ void write_row_checks(Stream& stream, const KvGeometry& geometry, const AppendBa
 struct RowReading {
   SequenceBatch sequences;
   Batch<StepFlags*> flags;  ///< Where the changed rows of each sequence are counted.
-  QueryBatch rows;
+  QueryBatch query_batch;
   SelectionView selection;  ///< `ids` null: none.
   SpanRule rule;
   FrameChecks frames{};

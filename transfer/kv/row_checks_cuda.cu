@@ -70,16 +70,16 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Block (x, KV head, query row).
+/// Block (x, KV head, query).
 __global__ void __launch_bounds__(kThreads)
     verify_rows_kernel(const __grid_constant__ KvGeometry geometry,
                        const __grid_constant__ RowReading rows) {
-  const auto query_row = static_cast<int>(blockIdx.z);
+  const auto query_index = static_cast<int>(blockIdx.z);
   const unsigned corrupt =
-      cuda::compare_rows(geometry, rows, query_row, static_cast<int>(blockIdx.y), 0,
+      cuda::compare_rows(geometry, rows, query_index, static_cast<int>(blockIdx.y), 0,
                          {.warp = std::int64_t{blockIdx.x} * kWarps + warp_id(),
                           .num_warps = std::int64_t{gridDim.x} * kWarps});
-  cuda::raise_corrupt(rows, query_row, corrupt);
+  cuda::raise_corrupt(rows, query_index, corrupt);
 }
 
 }  // namespace
@@ -100,11 +100,11 @@ void write_row_checks(void* stream, const KvGeometry& geometry, const AppendBatc
 }
 
 void verify_rows(void* stream, const KvGeometry& geometry, const RowReading& reading) {
-  const std::int64_t lanes = std::int64_t{reading.rows.count} * geometry.kv_heads;
+  const std::int64_t lanes = std::int64_t{reading.query_batch.count} * geometry.kv_heads;
   if (lanes == 0) return;
   const dim3 grid(static_cast<unsigned>(std::max<std::int64_t>(kMaxBlocks / lanes, 1)),
                   static_cast<unsigned>(geometry.kv_heads),
-                  static_cast<unsigned>(reading.rows.count));
+                  static_cast<unsigned>(reading.query_batch.count));
   verify_rows_kernel<<<grid, kThreads, 0, stream_of(stream)>>>(geometry, reading);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }

@@ -55,7 +55,7 @@ __device__ unsigned changed_rows(const Flight& flight, const ExpectedCheck& expe
   return __ballot_sync(kAllLanes, here && found != expected.check && expected.check != kNotChecked);
 }
 
-/// Which of the warps that read a (query row, KV head) one is.
+/// Which of the warps that read a (query, KV head) one is.
 struct WarpShare {
   std::int64_t warp = 0;
   std::int64_t num_warps = 1;
@@ -70,7 +70,7 @@ struct Reading {
   float2 scales{};
 };
 
-/// Row `entry` of those of a (query row, KV head): always-attended tokens, then the list from
+/// Row `entry` of those of a (query, KV head): always-attended tokens, then the list from
 /// `first_listed` on.
 __device__ inline Reading reading_at(const KvGeometry& geometry, const RowReading& rows,
                                      const SequenceView& sequence, const AttendedSpans& spans,
@@ -133,11 +133,11 @@ __device__ inline std::uint32_t check_of_row(const KvGeometry& geometry, const R
   return __reduce_add_sync(0xFFFFFFFFU, sum);
 }
 
-/// A warp compares its share of the rows that a (query row, KV head) reads: of the always-attended
+/// A warp compares its share of the rows that a (query, KV head) reads: of the always-attended
 /// tokens and, from entry `first_listed` on, of its list. Staged rows that differ become NaN.
 /// Returns how many differ.
 __device__ inline unsigned compare_rows(const KvGeometry& geometry, const RowReading& rows,
-                                        int query_row, int head, std::int64_t first_listed,
+                                        int query_index, int head, std::int64_t first_listed,
                                         const WarpShare& share) {
   constexpr unsigned kAllLanes = 0xFFFFFFFFU;
   constexpr int kWarp = 32;
@@ -145,10 +145,10 @@ __device__ inline unsigned compare_rows(const KvGeometry& geometry, const RowRea
   // there are more warps than groups of rows.
   constexpr int kTogether = 4;
   const int lane_id = static_cast<int>(threadIdx.x % kWarp);
-  const QueryRow& query = rows.rows[query_row];
+  const QueryToken& query = rows.query_batch[query_index];
   const SequenceView& sequence = rows.sequences[query.sequence];
   const AttendedSpans spans = attended_spans(rows.rule, sequence.counters->length, query);
-  const std::int64_t list = std::int64_t{query_row} * geometry.kv_heads + head;
+  const std::int64_t list = std::int64_t{query_index} * geometry.kv_heads + head;
   const std::int64_t listed = rows.selection.ids == nullptr ? 0 : rows.selection.counts[list];
   const std::int64_t count = spans.num_static() + max(listed - first_listed, std::int64_t{0});
   unsigned corrupt = 0;
@@ -183,8 +183,8 @@ __device__ inline unsigned compare_rows(const KvGeometry& geometry, const RowRea
 }
 
 /// Counts rows that differ, the same number in every lane.
-__device__ inline void raise_corrupt(const RowReading& rows, int query_row, unsigned corrupt) {
-  StepFlags* flags = rows.flags[rows.rows[query_row].sequence];
+__device__ inline void raise_corrupt(const RowReading& rows, int query_index, unsigned corrupt) {
+  StepFlags* flags = rows.flags[rows.query_batch[query_index].sequence];
   if (threadIdx.x % 32 == 0 && flags != nullptr) raise(&flags->rows_corrupt, corrupt);
 }
 

@@ -96,23 +96,24 @@ void patch_table(Stream& stream, std::byte** table, std::int64_t begin, const Ta
 }
 
 void gather_rows(Stream& stream, const KvGeometry& geometry, const SequenceBatch& sequences,
-                 const QueryBatch& rows, const SelectionView& selection, bool pages_on_device,
-                 StepFlags* flags) {
+                 const QueryBatch& query_batch, const SelectionView& selection,
+                 bool pages_on_device, StepFlags* flags) {
   assert(all_valid(geometry, sequences,
                    [&](const SequenceView& sequence) { return valid(geometry, sequence); }));
-  assert(all_valid(geometry, rows, [&](const QueryRow& row) {
-    return row.sequence >= 0 && row.sequence < sequences.count;
+  assert(all_valid(geometry, query_batch, [&](const QueryToken& query) {
+    return query.sequence >= 0 && query.sequence < sequences.count;
   }));
   assert(selection.staged_capacity >= 0 && selection.staged_capacity <= selection.capacity);
   assert(selection.staged != nullptr || selection.staged_capacity == 0);
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
-      return cuda::gather_rows(stream.native(), geometry, sequences, rows, selection,
+      return cuda::gather_rows(stream.native(), geometry, sequences, query_batch, selection,
                                pages_on_device, flags);
     }
   }
-  stream.run(
-      [=] { cpu::gather_rows(geometry, sequences, rows, selection, pages_on_device, flags); });
+  stream.run([=] {
+    cpu::gather_rows(geometry, sequences, query_batch, selection, pages_on_device, flags);
+  });
 }
 
 void pack_queries(Stream& stream, const KvGeometry& geometry, const QueryItems& items, float* out) {

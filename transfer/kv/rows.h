@@ -44,7 +44,7 @@ struct StepFlags {
   std::uint64_t rows_fetched_host = 0;  ///< Rows read from host pages.
   std::uint64_t rows_resident = 0;      ///< Rows read from device memory.
   std::uint64_t rows_selected = 0;
-  std::uint64_t tokens_scored = 0;  ///< (eligible token, KV head, query row) triples.
+  std::uint64_t tokens_scored = 0;  ///< (eligible token, KV head, query) triples.
   // Of the rows selected, those looked for among the cached ones (transfer/row_cache/row_cache.h).
   std::uint64_t row_cache_hits = 0;
   std::uint64_t row_cache_misses = 0;
@@ -110,20 +110,21 @@ struct TablePatch {
 void patch_table(Stream& stream, std::byte** table, std::int64_t begin, const TablePatch& patch,
                  int count);
 
-/// Copies the first `selection.staged_capacity` selected rows of each (row, KV head) to
+/// Copies the first `selection.staged_capacity` selected rows of each (query, KV head) to
 /// `selection.staged`, from pages in host memory or on the device, by loads of the compute units.
 /// Counts all rows selected, and those copied by where they were read; attention counts the others
 /// when it reads them. `pages_on_device`: rows in pages count as resident. Enqueued.
 void gather_rows(Stream& stream, const KvGeometry& geometry, const SequenceBatch& sequences,
-                 const QueryBatch& rows, const SelectionView& selection, bool pages_on_device,
-                 StepFlags* flags);
+                 const QueryBatch& query_batch, const SelectionView& selection,
+                 bool pages_on_device, StepFlags* flags);
 
-/// Converts queries to fp32: `out [rows, query_heads, head_dim]`. Row r of the batch is token
-/// `token_index[r]` of `queries[r]`. Counts rows with NaN or infinity, and says where the first is.
+/// Converts queries to fp32: `out [queries, query_heads, head_dim]`. Query r of the batch is token
+/// `token_index[r]` of `queries[r]`. Counts queries with NaN or infinity, and says where the first
+/// is.
 struct QueryItem {
   TokenTensor query;
   std::int32_t token = 0;
-  std::int32_t lag = 0;  ///< Newer tokens of the sequence, as in `QueryRow`.
+  std::int32_t lag = 0;  ///< Newer tokens of the sequence, as in `QueryToken`.
   StepFlags* flags = nullptr;
   const SequenceCounters* counters = nullptr;  ///< Null: `token` counts as the place.
   int layer = 0;

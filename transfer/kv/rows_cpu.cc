@@ -102,7 +102,7 @@ void store_item(const KvGeometry& geometry, const AppendItem& item, const std::b
   parallel_for(stored, grain_of(row_bytes * geometry.kv_heads), body);
 }
 
-/// One (query row, KV head) of a gather.
+/// One (query, KV head) of a gather.
 struct GatherLane {
   SequenceView sequence;
   std::int64_t resident_begin = 0;
@@ -112,8 +112,9 @@ struct GatherLane {
 };
 
 GatherLane gather_lane(const KvGeometry& geometry, const SequenceBatch& sequences,
-                       const QueryBatch& rows, const SelectionView& selection, std::int64_t lane) {
-  const auto& row = rows[static_cast<int>(lane / geometry.kv_heads)];
+                       const QueryBatch& query_batch, const SelectionView& selection,
+                       std::int64_t lane) {
+  const auto& row = query_batch[static_cast<int>(lane / geometry.kv_heads)];
   const SequenceView& sequence = sequences[row.sequence];
   return {.sequence = sequence,
           .resident_begin = sequence.counters->resident_begin,
@@ -165,17 +166,19 @@ void patch_table(std::byte** table, std::int64_t begin, const TablePatch& patch,
   std::copy_n(patch.values, count, table + begin);
 }
 
-void gather_rows(const KvGeometry& geometry, const SequenceBatch& sequences, const QueryBatch& rows,
-                 const SelectionView& selection, bool pages_on_device, StepFlags* flags) {
+void gather_rows(const KvGeometry& geometry, const SequenceBatch& sequences,
+                 const QueryBatch& query_batch, const SelectionView& selection,
+                 bool pages_on_device, StepFlags* flags) {
   const std::int64_t row_bytes = geometry.row_bytes();
   const std::int64_t blocks = (selection.staged_capacity + kGatherBlock - 1) / kGatherBlock;
-  const std::int64_t lanes = std::int64_t{rows.count} * geometry.kv_heads;
+  const std::int64_t lanes = std::int64_t{query_batch.count} * geometry.kv_heads;
 
   const auto body = [&](std::int64_t begin, std::int64_t end) {
     std::int64_t copied = 0;
     std::int64_t resident = 0;
     for (std::int64_t block = begin; block < end; ++block) {
-      const GatherLane lane = gather_lane(geometry, sequences, rows, selection, block / blocks);
+      const GatherLane lane =
+          gather_lane(geometry, sequences, query_batch, selection, block / blocks);
       const auto head = static_cast<int>(block / blocks % geometry.kv_heads);
       const std::int64_t first = block % blocks * kGatherBlock;
       const std::int64_t last = std::min(first + kGatherBlock, lane.rows);
@@ -201,11 +204,11 @@ void gather_rows(const KvGeometry& geometry, const SequenceBatch& sequences, con
 
 void pack_queries(const KvGeometry& geometry, const QueryItems& items, float* out) {
   const std::int64_t heads = geometry.query_heads;
-  for (int row = 0; row < items.count; ++row) {
-    const QueryItem& item = items[row];
+  for (int query_index = 0; query_index < items.count; ++query_index) {
+    const QueryItem& item = items[query_index];
     bool bad = false;
     for (std::int64_t head = 0; head < heads; ++head) {
-      float* to = out + (row * heads + head) * geometry.head_dim;
+      float* to = out + (query_index * heads + head) * geometry.head_dim;
       const void* from = element(item.query, item.token, head);
       bad |= cpu::convert_to_float(from, item.query.dtype, to, geometry.head_dim);
     }

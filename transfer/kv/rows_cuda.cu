@@ -181,12 +181,12 @@ __device__ uint4 load_row_vector(const std::byte* from) {
   return v;
 }
 
-/// A warp copies `kGatherRows` rows at a time. Block (x, KV head, query row); the last x counts.
+/// A warp copies `kGatherRows` rows at a time. Block (x, KV head, query); the last x counts.
 template <int HeadDim>
 __global__ void __launch_bounds__(kThreads)
     gather_rows_kernel(const __grid_constant__ KvGeometry geometry,
                        const __grid_constant__ SequenceBatch sequences,
-                       const __grid_constant__ QueryBatch rows,
+                       const __grid_constant__ QueryBatch query_batch,
                        const __grid_constant__ SelectionView selection, bool pages_on_device,
                        StepFlags* flags) {
   constexpr int kVectors = HeadDim / 4;  // of 16 bytes, in a row
@@ -196,13 +196,13 @@ __global__ void __launch_bounds__(kThreads)
   const unsigned copying_blocks = gridDim.x - 1;
   if (blockIdx.x == copying_blocks) {
     if (blockIdx.y == 0 && blockIdx.z == 0 && flags != nullptr) {
-      cuda::count_gathered(geometry, sequences, rows, selection, pages_on_device, flags);
+      cuda::count_gathered(geometry, sequences, query_batch, selection, pages_on_device, flags);
     }
     return;
   }
   const int head = static_cast<int>(blockIdx.y);
   const std::int64_t lane_of_selection = std::int64_t{blockIdx.z} * geometry.kv_heads + head;
-  const SequenceView& sequence = sequences[rows[static_cast<int>(blockIdx.z)].sequence];
+  const SequenceView& sequence = sequences[query_batch[static_cast<int>(blockIdx.z)].sequence];
   const std::int64_t resident_begin = sequence.counters->resident_begin;
   const std::int64_t count = cuda::num_gathered(selection, lane_of_selection);
   const std::int32_t* ids = selection.ids + lane_of_selection * selection.capacity;
@@ -255,19 +255,19 @@ template <int HeadDim>
 __global__ void __launch_bounds__(kThreads)
     gather_int8_rows_kernel(const __grid_constant__ KvGeometry geometry,
                             const __grid_constant__ SequenceBatch sequences,
-                            const __grid_constant__ QueryBatch rows,
+                            const __grid_constant__ QueryBatch query_batch,
                             const __grid_constant__ SelectionView selection, bool pages_on_device,
                             StepFlags* flags) {
   const unsigned copying_blocks = gridDim.x - 1;
   if (blockIdx.x == copying_blocks) {
     if (blockIdx.y == 0 && blockIdx.z == 0 && flags != nullptr) {
-      cuda::count_gathered(geometry, sequences, rows, selection, pages_on_device, flags);
+      cuda::count_gathered(geometry, sequences, query_batch, selection, pages_on_device, flags);
     }
     return;
   }
   const int head = static_cast<int>(blockIdx.y);
   const std::int64_t list = std::int64_t{blockIdx.z} * geometry.kv_heads + head;
-  const SequenceView& sequence = sequences[rows[static_cast<int>(blockIdx.z)].sequence];
+  const SequenceView& sequence = sequences[query_batch[static_cast<int>(blockIdx.z)].sequence];
   const std::int64_t resident_begin = sequence.counters->resident_begin;
   const std::int32_t* ids = selection.ids + list * selection.capacity;
   copy_int8_rows<HeadDim>(
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(kThreads)
       sequence.sink_rows + head * geometry.sink_capacity * geometry.row_bytes());
 }
 
-/// A block per query row, a thread per eight elements at a time.
+/// A block per query, a thread per eight elements at a time.
 __global__ void __launch_bounds__(kQueryThreads)
     pack_queries_kernel(const __grid_constant__ KvGeometry geometry,
                         const __grid_constant__ QueryItems items, float* out) {
@@ -363,9 +363,9 @@ void patch_table(void* stream, std::byte** table, std::int64_t begin, const Tabl
 }
 
 void gather_rows(void* stream, const KvGeometry& geometry, const SequenceBatch& sequences,
-                 const QueryBatch& rows, const SelectionView& selection, bool pages_on_device,
-                 StepFlags* flags) {
-  const std::int64_t lanes = std::int64_t{rows.count} * geometry.kv_heads;
+                 const QueryBatch& query_batch, const SelectionView& selection,
+                 bool pages_on_device, StepFlags* flags) {
+  const std::int64_t lanes = std::int64_t{query_batch.count} * geometry.kv_heads;
   const std::int64_t most = std::min(selection.capacity, selection.staged_capacity);
   if (lanes == 0 || (most <= 0 && flags == nullptr)) return;
   const std::int64_t together =
@@ -373,9 +373,9 @@ void gather_rows(void* stream, const KvGeometry& geometry, const SequenceBatch& 
   const std::int64_t wanted = (most + kWarps * together - 1) / (kWarps * together);
   const std::int64_t blocks = std::min(std::max<std::int64_t>(kMaxBlocks / lanes, 1), wanted);
   const dim3 grid(static_cast<unsigned>(blocks) + 1, static_cast<unsigned>(geometry.kv_heads),
-                  static_cast<unsigned>(rows.count));
+                  static_cast<unsigned>(query_batch.count));
   const auto launch = [&](auto kernel) {
-    kernel<<<grid, kThreads, 0, stream_of(stream)>>>(geometry, sequences, rows, selection,
+    kernel<<<grid, kThreads, 0, stream_of(stream)>>>(geometry, sequences, query_batch, selection,
                                                      pages_on_device, flags);
   };
   with_head_dim(geometry.head_dim, [&](auto head_dim) {

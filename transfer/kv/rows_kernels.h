@@ -12,8 +12,9 @@ void store_rows(const KvGeometry& geometry, const AppendBatch& batch, const std:
 void append_done(const KvGeometry& geometry, const AppendBatch& batch);
 void set_length(SequenceCounters* counters, std::int64_t length, std::int64_t capacity);
 void patch_table(std::byte** table, std::int64_t begin, const TablePatch& patch, int count);
-void gather_rows(const KvGeometry& geometry, const SequenceBatch& sequences, const QueryBatch& rows,
-                 const SelectionView& selection, bool pages_on_device, StepFlags* flags);
+void gather_rows(const KvGeometry& geometry, const SequenceBatch& sequences,
+                 const QueryBatch& query_batch, const SelectionView& selection,
+                 bool pages_on_device, StepFlags* flags);
 void read_sinks(const KvGeometry& geometry, const SequenceView& sequence, std::int64_t tokens);
 void pack_queries(const KvGeometry& geometry, const QueryItems& items, float* out);
 /// Adds to a counter of a step, where there is one.
@@ -33,8 +34,8 @@ void set_length(void* stream, SequenceCounters* counters, std::int64_t length,
 void patch_table(void* stream, std::byte** table, std::int64_t begin, const TablePatch& patch,
                  int count);
 void gather_rows(void* stream, const KvGeometry& geometry, const SequenceBatch& sequences,
-                 const QueryBatch& rows, const SelectionView& selection, bool pages_on_device,
-                 StepFlags* flags);
+                 const QueryBatch& query_batch, const SelectionView& selection,
+                 bool pages_on_device, StepFlags* flags);
 void read_sinks(void* stream, const KvGeometry& geometry, const SequenceView& sequence,
                 std::int64_t tokens);
 void pack_queries(void* stream, const KvGeometry& geometry, const QueryItems& items, float* out);

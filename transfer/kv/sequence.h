@@ -82,13 +82,13 @@ struct SequenceView {
 using SequenceBatch = Batch<SequenceView>;
 
 /// One query token of a batch. It sees tokens 0 .. length - lag - 1 of its sequence.
-struct QueryRow {
+struct QueryToken {
   std::int32_t sequence = 0;    ///< Index into the `SequenceBatch`.
   std::int32_t lag = 0;         ///< Newer tokens of the sequence that this query must not see.
   std::int64_t dense_from = 0;  ///< First token always attended; INT64_MAX for none.
 };
 
-using QueryBatch = Batch<QueryRow>;
+using QueryBatch = Batch<QueryToken>;
 
 /// What decides the always-attended tokens.
 struct SpanRule {
@@ -117,9 +117,9 @@ struct AttendedSpans {
 /// Example: sparse, length 1000, lag 0, sink 128, recent 128, dense_from 800 -> sink [0, 128),
 /// eligible [128, 800), tail [800, 1000).
 KVTIER_HOST_DEVICE inline AttendedSpans attended_spans(const SpanRule& rule, std::int64_t length,
-                                                       const QueryRow& row) {
+                                                       const QueryToken& query) {
   AttendedSpans spans;
-  spans.visible = length - row.lag > 0 ? length - row.lag : 0;
+  spans.visible = length - query.lag > 0 ? length - query.lag : 0;
   if (rule.mode == LayerMode::kDense) return spans;
   if (rule.mode == LayerMode::kSlidingWindow) {
     const std::int64_t begin = spans.visible - rule.window_tokens;
@@ -127,7 +127,7 @@ KVTIER_HOST_DEVICE inline AttendedSpans attended_spans(const SpanRule& rule, std
     return spans;
   }
   std::int64_t tail = spans.visible - rule.recent_tokens;
-  if (row.dense_from < tail) tail = row.dense_from;
+  if (query.dense_from < tail) tail = query.dense_from;
   if (tail <= rule.sink_tokens) return spans;
   spans.sink_end = rule.sink_tokens;
   spans.eligible_end = tail;
@@ -174,18 +174,18 @@ KVTIER_HOST_DEVICE inline const std::byte* row_address(const KvGeometry& geometr
   return page + (std::int64_t{kv_head} * geometry.page_tokens + token % geometry.page_tokens) * row;
 }
 
-/// Rows of a step chosen for attention, per (query row, KV head): ascending token ids, and which
+/// Rows of a step chosen for attention, per (query, KV head): ascending token ids, and which
 /// query heads of the group attend each.
 struct SelectionView {
-  std::int32_t* ids = nullptr;         ///< `[rows, kv_heads, capacity]`.
+  std::int32_t* ids = nullptr;         ///< `[queries, kv_heads, capacity]`.
   std::uint16_t* head_mask = nullptr;  ///< Same shape; bit h = query head h of the group.
-  std::int32_t* counts = nullptr;      ///< `[rows, kv_heads]`.
-  /// What is added to the logit of each entry, `[rows, kv_heads, capacity, bias_heads]`; nullptr:
-  /// nothing.
+  std::int32_t* counts = nullptr;      ///< `[queries, kv_heads]`.
+  /// What is added to the logit of each entry, `[queries, kv_heads, capacity, bias_heads]`;
+  /// nullptr: nothing.
   float* bias = nullptr;
   int bias_heads = 1;  ///< 1: the same for all query heads of the group; else one per head.
   std::int64_t capacity = 0;
-  std::byte* staged = nullptr;       ///< `[rows, kv_heads, staged_capacity, row]` or nullptr.
+  std::byte* staged = nullptr;       ///< `[queries, kv_heads, staged_capacity, row]` or nullptr.
   std::int64_t staged_capacity = 0;  ///< Entries beyond it are read at `row_address`.
 };
 

@@ -35,9 +35,10 @@ RowCachePlaces take_places(Arena& arena, const KvGeometry& geometry, std::int64_
 [[maybe_unused]] bool valid(const RowCacheGather& gather) {
   const SelectionView& selection = gather.selection;
   const bool in_batch =
-      std::all_of(&gather.rows[0], &gather.rows[0] + gather.rows.count, [&](const QueryRow& row) {
-        return row.sequence >= 0 && row.sequence < gather.sequences.count;
-      });
+      std::all_of(&gather.query_batch[0], &gather.query_batch[0] + gather.query_batch.count,
+                  [&](const QueryToken& query) {
+                    return query.sequence >= 0 && query.sequence < gather.sequences.count;
+                  });
   return gather.shape.num_sets >= 1 && gather.row_cache.count == gather.sequences.count &&
          in_batch && gather.totals != nullptr && selection.staged_capacity >= 0 &&
          selection.staged_capacity <= selection.capacity &&

@@ -65,7 +65,7 @@ void forget_cached_rows(Stream& stream, const KvGeometry& geometry, const RowCac
 struct RowCacheGather {
   SequenceBatch sequences;
   RowCacheBatch row_cache;  ///< One for each sequence.
-  QueryBatch rows;
+  QueryBatch query_batch;
   SelectionView selection;
   RowCacheShape shape;
   RowCacheTotals* totals = nullptr;
@@ -89,7 +89,7 @@ struct RowCacheGather {
 ///
 /// Which rows are kept depends on nothing but the gathers before. Counts what `gather_rows` does,
 /// rows found among those read from device memory, and what was looked for: hits and misses, and of
-/// the misses admissions, and evictions for them. A missing row that two query rows of a sequence
+/// the misses admissions, and evictions for them. A missing row that two queries of a sequence
 /// want is fetched twice and kept once.
 ///
 /// With `prefetched`, the selected rows that are missing are kept in empty slots, and in those of

@@ -38,8 +38,8 @@ class HeadGather {
   }
 
   void run() {
-    for (int r = 0; r < gather_.rows.count; ++r) {
-      if (gather_.rows[r].sequence != number_) continue;
+    for (int r = 0; r < gather_.query_batch.count; ++r) {
+      if (gather_.query_batch[r].sequence != number_) continue;
       if (gather_.prefetched) {
         look_up_prefetched(r);
       } else {
@@ -58,9 +58,9 @@ class HeadGather {
   }
 
  private:
-  void look_for(int row) {
+  void look_for(int query_index) {
     const SelectionView& selection = gather_.selection;
-    const std::int64_t list = std::int64_t{row} * geometry_.kv_heads + head_;
+    const std::int64_t list = std::int64_t{query_index} * geometry_.kv_heads + head_;
     const std::int64_t rows =
         std::min<std::int64_t>(selection.counts[list], selection.staged_capacity);
     totals_.selected += static_cast<unsigned long long>(selection.counts[list]);
@@ -74,9 +74,9 @@ class HeadGather {
     }
   }
 
-  void look_up_prefetched(int row) {
+  void look_up_prefetched(int query_index) {
     const SelectionView& selection = gather_.selection;
-    const std::int64_t list = std::int64_t{row} * geometry_.kv_heads + head_;
+    const std::int64_t list = std::int64_t{query_index} * geometry_.kv_heads + head_;
     for (std::int64_t i = 0; !sets_.empty() && i < selection.counts[list]; ++i) {
       const std::int64_t at = list * selection.capacity + i;
       const std::int32_t token = selection.ids[at];
@@ -110,7 +110,7 @@ class HeadGather {
   void admit(std::int64_t set, const Missing& row) {
     if (row.staged != nullptr) fetch(row);
     OpenSet& open = sets_[static_cast<std::size_t>(set)];
-    if (open.find(row.token, row.heads) >= 0) return;  // for an earlier query row
+    if (open.find(row.token, row.heads) >= 0) return;  // for an earlier query
     RowCacheChange change;
     const int way = open.admit(gather_.shape.policy, row.token, row.heads, change);
     if (way < 0) return;

@@ -150,8 +150,8 @@ class SetGather {
 
   /// Called by all threads of the block.
   __device__ void look_for_all(Tile& tile) {
-    for (int r = 0; r < gather_.rows.count; ++r) {
-      if (gather_.rows[r].sequence == number_) look_for_row(r, tile);
+    for (int r = 0; r < gather_.query_batch.count; ++r) {
+      if (gather_.query_batch[r].sequence == number_) look_for_row(r, tile);
     }
   }
 
@@ -162,7 +162,7 @@ class SetGather {
     int num_kept = 0;
     for (int i = 0; i < num_missing_; ++i) {
       const std::int32_t token = __shfl_sync(kAllLanes, missing_token_, i);
-      if (open_.holds(token)) continue;  // for an earlier query row
+      if (open_.holds(token)) continue;  // for an earlier query
       bool evicts = false;
       const int way = open_.admit(token, __shfl_sync(kAllLanes, missing_heads_, i), evicts);
       if (way < 0) continue;
@@ -226,9 +226,9 @@ class SetGather {
            (std::int64_t{head} * gather.shape.num_sets + set) * kSetWays * geometry.row_bytes();
   }
 
-  __device__ void look_for_row(int row, Tile& tile) {
+  __device__ void look_for_row(int query_index, Tile& tile) {
     const SelectionView& selection = gather_.selection;
-    const std::int64_t list = std::int64_t{row} * geometry_.kv_heads + head_;
+    const std::int64_t list = std::int64_t{query_index} * geometry_.kv_heads + head_;
     const int selected = selection.counts[list];
     const int count =
         kPrefetches ? selected
@@ -475,7 +475,7 @@ void forget_cached_rows(void* stream, const RowCacheForget& forget, std::int64_t
 }
 
 void gather_cached_rows(void* stream, const KvGeometry& geometry, const RowCacheGather& gather) {
-  if (gather.rows.count == 0) return;
+  if (gather.query_batch.count == 0) return;
   const auto sets = static_cast<unsigned>(gather.shape.num_sets);
   const dim3 grid((sets + kWarps - 1) / kWarps, static_cast<unsigned>(geometry.kv_heads),
                   static_cast<unsigned>(gather.sequences.count));

@@ -24,7 +24,7 @@ struct alignas(16) RowPlace {
   std::int32_t entry = 0;       ///< Of the selection.
 };
 
-/// What a gather says of one (query row, KV head) as soon as all its rows have been looked for.
+/// What a gather says of one (query, KV head) as soon as all its rows have been looked for.
 struct PlacedList {
   const std::byte* slots = nullptr;  ///< Of its sequence and KV head; null: there are none.
   std::int32_t num_found = 0;        ///< The first places, in slots: nothing is waited for.
@@ -35,13 +35,13 @@ struct PlacedList {
 /// order than its ids: rows found, ascending, then the others, descending. `lists` null: there are
 /// none, all rows are staged.
 struct RowCachePlaces {
-  PlacedList* lists = nullptr;       ///< `[rows, kv_heads]`
-  RowPlace* places = nullptr;        ///< `[rows, kv_heads, staged_capacity]`
+  PlacedList* lists = nullptr;       ///< `[queries, kv_heads]`
+  RowPlace* places = nullptr;        ///< `[queries, kv_heads, staged_capacity]`
   FoundRow* unordered = nullptr;     ///< Of each entry of the selection, within a gather.
-  std::uint32_t* tickets = nullptr;  ///< `[rows, kv_heads]`, within a gather; 0 between.
+  std::uint32_t* tickets = nullptr;  ///< `[queries, kv_heads]`, within a gather; 0 between.
 };
 
-/// Returns the bytes that the places of `rows` query rows take, to be zero before the first gather.
+/// Returns the bytes that the places of `rows` queries take, to be zero before the first gather.
 [[nodiscard]] std::size_t row_cache_places_bytes(const KvGeometry& geometry, std::int64_t rows,
                                                  std::int64_t staged_capacity);
 /// Returns the places in such memory, aligned to 256 bytes.

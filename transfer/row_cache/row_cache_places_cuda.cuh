@@ -17,9 +17,9 @@ inline constexpr int kOrderedTogether = 16;
 /// before it lets attention start.
 __device__ inline void forget_places(const KvGeometry& geometry, const RowCacheGather& gather,
                                      int head, int sequence) {
-  for (int r = static_cast<int>(threadIdx.x); r < gather.rows.count;
+  for (int r = static_cast<int>(threadIdx.x); r < gather.query_batch.count;
        r += static_cast<int>(blockDim.x)) {
-    if (gather.rows[r].sequence != sequence) continue;
+    if (gather.query_batch[r].sequence != sequence) continue;
     gather.places.lists[r * geometry.kv_heads + head].known = 0;
     __threadfence();  // it is seen by kernels that start after this one allows it
   }
@@ -73,8 +73,8 @@ __device__ inline void tell_places(const KvGeometry& geometry, const RowCacheGat
   if (__shfl_sync(0xFFFFFFFFU, last, 0) == 0) return;
   const SelectionView& selection = gather.selection;
   const RowCache& row_cache = gather.row_cache[sequence];
-  for (int r = 0; r < gather.rows.count; ++r) {
-    if (gather.rows[r].sequence != sequence) continue;
+  for (int r = 0; r < gather.query_batch.count; ++r) {
+    if (gather.query_batch[r].sequence != sequence) continue;
     const std::int64_t number = std::int64_t{r} * geometry.kv_heads + head;
     const std::int64_t first = number * selection.staged_capacity;
     const auto count =

@@ -136,7 +136,7 @@ class OpenSet {
   RowCacheSet* set_;
   bool prefetching_;
   std::uint32_t used_ = 0;                       ///< Ways that the step uses,
-  std::array<std::uint32_t, kSetWays> heads_{};  ///< by the most query heads of a query row.
+  std::array<std::uint32_t, kSetWays> heads_{};  ///< by the most query heads of a query.
 };
 
 }  // namespace kvtier::transfer

@@ -71,7 +71,7 @@ class RowChecksTest : public RowsTest {
     RowReading reading;
     reading.sequences.push(s_.view);
     reading.flags.push(flags_);
-    reading.rows.push({.dense_from = dense_from_});
+    reading.query_batch.push({.dense_from = dense_from_});
     reading.selection = {.ids = device_ids_.as<std::int32_t>(),
                          .counts = counts_.as<std::int32_t>(),
                          .capacity = listed(),
@@ -85,7 +85,8 @@ class RowChecksTest : public RowsTest {
     const std::uint64_t before = flags_->rows_corrupt;
     const RowReading reading = reading_of(staged);
     if (staged > 0) {
-      gather_rows(*stream_, g_, reading.sequences, reading.rows, reading.selection, false, nullptr);
+      gather_rows(*stream_, g_, reading.sequences, reading.query_batch, reading.selection, false,
+                  nullptr);
     }
     verify_rows(*stream_, g_, reading);
     stream_->synchronize();
@@ -258,7 +259,8 @@ TEST_P(RowChecksTest, AGatherComparesWhatIsReadInPlace) {
 TEST_P(RowChecksTest, AGatherCountsAsWithoutChecks) {
   fill(128, false);
   const RowReading reading = reading_of(100);
-  gather_rows(*stream_, g_, reading.sequences, reading.rows, reading.selection, false, flags_);
+  gather_rows(*stream_, g_, reading.sequences, reading.query_batch, reading.selection, false,
+              flags_);
   stream_->synchronize();
   const StepFlags plain = *flags_;
   *flags_ = {};

@@ -201,10 +201,10 @@ TEST_P(RowsGatherTest, NeedsNoFlags) {
   const Buffer staged = allocate<std::uint16_t>(2 * 128);
   SequenceBatch sequences;
   sequences.push(s.view);
-  QueryBatch rows;
-  rows.push({});
+  QueryBatch query_batch;
+  query_batch.push({});
 
-  gather_rows(*stream_, g, sequences, rows,
+  gather_rows(*stream_, g, sequences, query_batch,
               {.ids = ids.as<std::int32_t>(),
                .counts = counts.as<std::int32_t>(),
                .capacity = 2,

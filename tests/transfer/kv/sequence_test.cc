@@ -15,7 +15,7 @@ struct SpanCase {
   const char* name;
   SpanRule rule;
   std::int64_t length;
-  QueryRow row;
+  QueryToken row;
   AttendedSpans expected;  // sink_end, eligible_end, tail_begin, visible
 };
 

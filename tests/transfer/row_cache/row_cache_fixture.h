@@ -214,7 +214,7 @@ class RowCacheTest : public RowsTest {
       }
     }
     for (std::size_t q = 0; q < queries.size(); ++q) {
-      gather.rows.push({.sequence = queries[q].sequence});
+      gather.query_batch.push({.sequence = queries[q].sequence});
       const CachedSequence& sequence = sequences[static_cast<std::size_t>(queries[q].sequence)];
       for (std::size_t h = 0; h < heads; ++h) {
         const std::size_t list = q * heads + h;
@@ -239,13 +239,13 @@ class RowCacheTest : public RowsTest {
                         .capacity = capacity,
                         .staged = staged.data(),
                         .staged_capacity = staged_capacity};
-    const auto num_rows = static_cast<std::int64_t>(queries.size());
-    const std::size_t place_bytes = row_cache_places_bytes(g, num_rows, staged_capacity);
+    const auto num_queries = static_cast<std::int64_t>(queries.size());
+    const std::size_t place_bytes = row_cache_places_bytes(g, num_queries, staged_capacity);
     const Buffer places = allocate<std::byte>(place_bytes);
     stream_->fill(places.data(), 0, place_bytes);
     stream_->synchronize();
     if (way == Way::kPlaced) {
-      gather.places = row_cache_places_in(g, num_rows, staged_capacity, places.data());
+      gather.places = row_cache_places_in(g, num_queries, staged_capacity, places.data());
     }
 
     gather_cached_rows(*stream_, g, gather);
