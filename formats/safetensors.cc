@@ -49,7 +49,7 @@ struct Mapping {
 };
 
 Mapping map_file(const std::filesystem::path& path) {
-  // Without O_NONBLOCK a FIFO would hold the caller until somebody writes to it.
+  // Without O_NONBLOCK a FIFO would block the caller until a writer opens it.
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) fail(ErrorCode::kNotFound, path, std::strerror(errno));
   struct stat status {};

@@ -25,8 +25,8 @@ struct PackedRows {
   transfer::RowSquares* squares = nullptr;  ///< `[tokens, kv_heads]`
 };
 
-/// Tells whether `append_rows` takes a batch of this item alone straight from its tensors, so that
-/// of `PackedRows` it writes the squares only.
+/// Returns whether `append_rows` takes a batch of this item alone straight from its tensors, so
+/// that of `PackedRows` it writes the squares only.
 [[nodiscard]] bool takes_as_given(const transfer::Stream& stream, const transfer::KvGeometry& kv,
                                   const transfer::AppendItem& item);
 

@@ -12,14 +12,14 @@ namespace kvtier::hashing {
 
 namespace cuda {
 
-/// Tells whether the kernel is the faster way.
+/// Returns whether the kernel is the faster way.
 [[nodiscard]] bool is_small(const transfer::AppendBatch& batch);
 
 /// Arguments as in `append_rows`, at least one sketch; `stream` is a cudaStream_t.
 void append_small(void* stream, const transfer::KvGeometry& kv, const transfer::AppendBatch& batch,
                   std::span<const SketchTarget> sketches);
 
-/// Tells whether `append_prompt` serves the append: many tokens in every item, stored as they are
+/// Returns whether `append_prompt` serves the append: many tokens in every item, stored as they are
 /// given (bf16, in 16-byte aligned rows), and what `sketch_prefill` asks for.
 [[nodiscard]] bool is_prompt(const transfer::KvGeometry& kv, const transfer::AppendBatch& batch);
 

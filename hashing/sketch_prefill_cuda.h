@@ -15,7 +15,7 @@ struct KeySource {
   std::int64_t head_bytes = 0;   ///< From a KV head to the next.
 };
 
-/// Tells whether `sketch_prefill` serves appends of `tokens` to each item: bf16, head_dim 64 or
+/// Returns whether `sketch_prefill` serves appends of `tokens` to each item: bf16, head_dim 64 or
 /// 128, `kMinPrefillTokens`, compute capability 9.0.
 [[nodiscard]] bool sketches_prefill(const transfer::KvGeometry& kv, std::int32_t tokens);
 

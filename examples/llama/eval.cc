@@ -131,20 +131,20 @@ class CaseRun {
     const std::unique_ptr<KvSession> session = store_.open(task_.length);
     PassOptions pass;
     pass.progress = [&](std::int64_t done, std::int64_t all) {
-      tell(label + "prefill", static_cast<double>(done) / static_cast<double>(all));
+      report(label + "prefill", static_cast<double>(done) / static_cast<double>(all));
     };
     const auto start = std::chrono::steady_clock::now();
     decoder_.prefill(*session, tokens.first(context), pass);
     const double prefill_seconds = seconds_since(start);
 
     Method dense{.dense = true, .sparsity = 1.0, .retrieval = {}};
-    tell(label + "dense tail", 0.0);
+    report(label + "dense tail", 0.0);
     const TailRun reference = run_tail(decoder_, store_, *session, tokens.subspan(context),
                                        attend_options(dense, task_.context, 0));
     for (std::size_t i = 0; i < methods_.size(); ++i) {
       Method& method = methods_[i];
-      tell(label + "tail " + std::to_string(i + 1) + " of " + std::to_string(methods_.size()),
-           static_cast<double>(i) / static_cast<double>(methods_.size()));
+      report(label + "tail " + std::to_string(i + 1) + " of " + std::to_string(methods_.size()),
+             static_cast<double>(i) / static_cast<double>(methods_.size()));
       const AttendOptions attend = attend_options(method, task_.context, options_.retrieval.window);
       TailRun other;
       if (!method.dense) {
@@ -171,7 +171,7 @@ class CaseRun {
   }
 
  private:
-  void tell(const std::string& what, double share) const {
+  void report(const std::string& what, double share) const {
     if (options_.progress) options_.progress(what, share);
   }
 

@@ -42,7 +42,7 @@ struct ServerStats {
     std::uint64_t leases = 0;
     // Counters from here on.
     std::uint64_t pages_reserved = 0, pages_committed = 0;
-    std::uint64_t pages_existed = 0;  ///< Put when somebody had committed the same page already.
+    std::uint64_t pages_existed = 0;  ///< Put when the same page was committed already.
     std::uint64_t pages_aborted = 0, reservations_expired = 0, pages_deleted = 0;
     std::uint64_t pages_evicted = 0, bytes_evicted = 0;
     std::uint64_t lookup_hits = 0, lookup_misses = 0;  ///< Hashes.
@@ -50,7 +50,7 @@ struct ServerStats {
     std::uint64_t refused_full = 0, refused_quota = 0;
     std::uint64_t bytes_written = 0, bytes_read = 0;
   };
-  /// Sums over engines; `seconds`, `tenants` and what admin.proto does not tell are empty.
+  /// Sums over engines; `seconds`, `tenants` and what admin.proto does not have are empty.
   Stats engines;
   Service service;
   PageCache page_cache;
@@ -88,7 +88,7 @@ class AdminClient {
 
   [[nodiscard]] ServerInfo info();
   [[nodiscard]] ServerStats stats();
-  /// What the metrics listener tells, in the text format of Prometheus.
+  /// What the metrics listener answers, in the text format of Prometheus.
   [[nodiscard]] std::string metrics();
   /// Starts the end of the server, as SIGTERM does: no new calls, those in flight finish.
   void drain();

@@ -154,7 +154,7 @@ class Client {
   Client(Client&&) noexcept;
   Client& operator=(Client&&) noexcept;
 
-  /// Opens a session, empty but for a stored prefix of `config.token_ids`, as `length` tells.
+  /// Opens a session, empty but for a stored prefix of `config.token_ids`, as `length` says.
   /// Throws `ClientError`, as all calls do.
   [[nodiscard]] RemoteSession open(const RemoteSessionConfig& config);
   /// Returns the names of all sessions of the caller's tenant, in no order, whichever client has

@@ -22,7 +22,7 @@ inline constexpr std::size_t MiB = std::size_t{1} << 20;
 inline constexpr std::size_t GiB = std::size_t{1} << 30;
 
 /// Where kernels run. `kAuto` takes CUDA when the build has it and a usable GPU is found, and the
-/// CPU otherwise; `Engine::backend` tells which, the log says why.
+/// CPU otherwise; `Engine::backend` says which, the log says why.
 enum class Backend : std::uint8_t { kAuto, kCpu, kCuda };
 
 /// How a token is scored from its sketch.
@@ -266,7 +266,7 @@ struct MemoryConfig {
   /// have fetched, of all sessions. A layer of a session takes its share with its first step, and
   /// keeps it; where none is left, its rows are fetched each time. 0: no row cache. Left out: what
   /// `device_bytes` has beside the workspace and the sketches of the tokens that the pages hold, as
-  /// far as steps have a use for it (docs/memory.md); `Stats` and the log tell how much that is. It
+  /// far as steps have a use for it (docs/memory.md); `Stats` and the log say how much that is. It
   /// has an effect on rows that are staged, so on CUDA with `KvPlacement::kHost`; elsewhere rows
   /// are read in place, and nothing is allocated.
   std::optional<std::size_t> row_cache_bytes{};

@@ -105,7 +105,7 @@ struct SessionConfig {
   /// Tokens the session may hold; 0: `MemoryConfig::max_session_tokens`.
   std::int64_t capacity_tokens = 0;
   /// Ids of the first tokens. The session begins with the longest run of whole pages of them that
-  /// is stored (`Session::publish`), as `length` tells, and the rest is appended as ever. Leave out
+  /// is stored (`Session::publish`), as `length` says, and the rest is appended as ever. Leave out
   /// the last tokens of a prompt to compute them in any case.
   std::span<const std::int32_t> token_ids{};
   /// Sessions share prefixes only with those opened with the same secret and the same fingerprint,
@@ -268,7 +268,7 @@ class KVTIER_EXPORT Session {
   /// or for others than those known of the session's tokens.
   void publish(std::span<const std::int32_t> token_ids, StreamRef stream = {});
 
-  /// Tells the session that replays of a captured graph have appended `tokens` to `layer`: replays
+  /// Notes that replays of a captured graph have appended `tokens` to `layer`: replays
   /// move the device's length, which the host does not see. Throws `kInvalidArgument` above what
   /// was reserved.
   void advance(int layer, std::int64_t tokens);

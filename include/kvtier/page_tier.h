@@ -125,7 +125,7 @@ class PageTier {
   virtual void get(std::span<TierGet> pages, Deadline deadline) = 0;
   virtual void remove(std::span<const PageKey> keys, Deadline deadline) = 0;
   [[nodiscard]] virtual std::size_t max_page_bytes() const noexcept = 0;
-  /// Tells whether a page whose put was kOk stays until it is removed, but for a fault. A cache
+  /// Returns whether a page whose put was kOk stays until it is removed, but for a fault. A cache
   /// that may forget pages says no.
   [[nodiscard]] virtual bool retains() const noexcept { return false; }
   [[nodiscard]] virtual TierStats stats() const = 0;

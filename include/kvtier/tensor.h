@@ -24,7 +24,7 @@ enum class MemorySpace : std::uint8_t { kHost, kDevice };
 
 inline constexpr int kMaxTensorRank = 4;
 
-/// A strided array that somebody else owns (the fields of a DLPack tensor). An empty view
+/// A strided array that the caller owns (the fields of a DLPack tensor). An empty view
 /// (`data == nullptr`) stands for an optional tensor that was not given.
 ///
 /// `shape` and `strides` count elements; the last dimension must have stride 1 in every call that

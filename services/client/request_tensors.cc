@@ -75,7 +75,8 @@ void check_readable(const Field& field, const TensorView& view, const DeviceMemo
 void check_attention(int item, const TensorView& query, const AttendOutputs& outputs,
                      const DeviceMemories& memories) {
   if (!outputs.selected.empty()) {
-    throw Error(ErrorCode::kUnimplemented, "selected: ids are told by select, expected no output");
+    throw Error(ErrorCode::kUnimplemented,
+                "selected: ids are returned by select, expected no output");
   }
   check_readable({"query", item}, query, memories);
   if (outputs.out.dtype != query.dtype) {

@@ -22,7 +22,7 @@ namespace {
 AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)) {
   std::error_code ignored;
   if (std::filesystem::is_directory(path_, ignored)) fail(path_, "is a directory");
-  // A name that is there, be it a link of somebody else's, is not written through.
+  // A name that is there, be it a link of another user, is not written through.
   constexpr int kTries = 100;
   for (int i = 0; fd_ < 0; ++i) {
     temporary_ = path_.string() + ".tmp." + std::to_string(::getpid()) + "." + std::to_string(i);

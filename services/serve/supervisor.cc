@@ -62,10 +62,10 @@ class Supervisor {
           if (ending_) return {.exit_code = kill_worker()};
           ending_ = true;
           options_.on_end();
-          tell(SIGTERM);
+          forward(SIGTERM);
           break;
         case SIGHUP:
-          tell(SIGHUP);
+          forward(SIGHUP);
           break;
         default:
           break;
@@ -111,7 +111,7 @@ class Supervisor {
     return std::max(0, ::sigtimedwait(&signals_, nullptr, &timeout));
   }
 
-  void tell(int signal) const {
+  void forward(int signal) const {
     const auto byte = static_cast<unsigned char>(signal);
     // One that ends meanwhile needs none: SIGPIPE is ignored.
     (void)!::write(worker_.signals.get(), &byte, 1);

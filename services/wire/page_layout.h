@@ -8,7 +8,7 @@
 #include <span>
 
 /// What another process sees of a tenant's arena: a file of anonymous memory that the server writes
-/// and everybody else can map for reading only. Numbers are little-endian. Of version 1:
+/// and other processes can map for reading only. Numbers are little-endian. Of version 1:
 ///
 ///     0               ArenaHeader
 ///     4096            PageHeader[num_units]

@@ -88,7 +88,8 @@ void read_tenants(std::string_view text) {
   try {
     const std::vector<TenantConfig> configs = parse_tenants(std::string(text));
     const Tenants tenants(configs, {});
-    require(tenants.all().size() == std::max<std::size_t>(configs.size(), 1), "tenants as told");
+    require(tenants.all().size() == std::max<std::size_t>(configs.size(), 1),
+            "tenants as configured");
     for (const TenantConfig& config : configs) {
       require(tenants.by_name(config.name).name() == config.name, "a tenant has its name");
       require(config.limits.max_sessions >= 0 && config.limits.max_kv_bytes >= 0 &&

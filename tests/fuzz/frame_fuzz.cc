@@ -53,7 +53,7 @@ void run_as_call(std::span<const std::byte> control, bool is_inline) {
   static ServiceCore core(options(), executor);
   static std::vector<std::byte> shared(64 << 10);
   Tenant& tenant = *core.tenants().all()[0];
-  int told = 0;
+  int outcomes = 0;
   try {
     const CallBody body = decode_call(control);
     CallMemory memory{.input = shared};
@@ -62,11 +62,11 @@ void run_as_call(std::span<const std::byte> control, bool is_inline) {
       memory.output = std::span(shared).subspan(body.output.offset, body.output.bytes);
     }
     run_call(core, {.tenant = &tenant, .reservation = core.admit(tenant, 0)}, body,
-             std::move(memory), [&](const CallOutcome&) { ++told; });
+             std::move(memory), [&](const CallOutcome&) { ++outcomes; });
   } catch (const Error&) {
     return;
   }
-  if (told != 1 || core.inflight_bytes() != 0) std::abort();
+  if (outcomes != 1 || core.inflight_bytes() != 0) std::abort();
 }
 
 }  // namespace

@@ -68,7 +68,7 @@ int take_response(std::string_view& text) {
   require(head.find("\r\nX-Content-Type-Options: nosniff\r\n") != head.npos, "a reply is guarded");
   const std::string_view label = "\r\nContent-Length: ";
   const std::size_t at = head.find(label);
-  require(at != head.npos, "a reply tells its length");
+  require(at != head.npos, "a reply states its length");
   const auto length = std::stoul(std::string(head.substr(at + label.size(), 8)));
   const std::string_view body = text.substr(end + 4, length);
   require(body.size() == length, "a reply is whole");

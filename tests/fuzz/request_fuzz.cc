@@ -29,7 +29,7 @@ constexpr std::int64_t kTokens = 12;
 constexpr std::size_t kRegionBytes = 8 << 10;
 constexpr std::int64_t kReplyBytes = std::int64_t{1} << 20;
 
-/// Runs what was posted when told.
+/// Runs what was posted on request.
 class Queue final : public Executor {
  public:
   std::unique_ptr<Strand> make_strand(const Lane& /*lane*/) override {
@@ -243,7 +243,7 @@ class Service {
 
   bool dispatch(std::size_t kind, std::string_view bytes);
 
-  // Of the size that is told, so that AddressSanitizer sees what goes beyond it.
+  // Of the size that the request states, so that AddressSanitizer sees what goes beyond it.
   const std::shared_ptr<std::byte> shared_{new std::byte[kRegionBytes],
                                            std::default_delete<std::byte[]>()};
   std::string region_;

@@ -1,5 +1,5 @@
-"""Device memory: what the client tells of it to a server that does as told, and what `kvtier serve`
-on the CPU says to it."""
+"""Device memory: what the client sends of it to a server with scripted answers, and how `kvtier serve`
+on the CPU answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOM = 2 << 20
 HANDLE, UUID = bytes(range(64)), bytes(range(16))
 
 
-class Told(
+class FakeServer(
     session_pb2_grpc.SessionServiceServicer,
     attention_pb2_grpc.AttentionServiceServicer,
     shared_memory_pb2_grpc.SharedMemoryServiceServicer,
@@ -103,11 +103,11 @@ class DeviceTest(unittest.TestCase):
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory(prefix="kvtier-python-")
         self.addCleanup(folder.cleanup)
-        self.told = Told()
+        self.fake = FakeServer()
         server = grpc.server(futures.ThreadPoolExecutor(4))
-        session_pb2_grpc.add_SessionServiceServicer_to_server(self.told, server)  # type: ignore[no-untyped-call]
-        attention_pb2_grpc.add_AttentionServiceServicer_to_server(self.told, server)  # type: ignore[no-untyped-call]
-        shared_memory_pb2_grpc.add_SharedMemoryServiceServicer_to_server(self.told, server)  # type: ignore[no-untyped-call]
+        session_pb2_grpc.add_SessionServiceServicer_to_server(self.fake, server)  # type: ignore[no-untyped-call]
+        attention_pb2_grpc.add_AttentionServiceServicer_to_server(self.fake, server)  # type: ignore[no-untyped-call]
+        shared_memory_pb2_grpc.add_SharedMemoryServiceServicer_to_server(self.fake, server)  # type: ignore[no-untyped-call]
         server.add_insecure_port(f"unix:{folder.name}/s")
         server.start()
         self.addCleanup(lambda: server.stop(None).wait())
@@ -119,14 +119,14 @@ class DeviceTest(unittest.TestCase):
         self.memory = self.client.share_device_memory(HANDLE, UUID, BASE, ROOM)
 
     def test_memory_is_shared_until_it_is_closed(self) -> None:
-        (request,) = self.told.requests
+        (request,) = self.fake.requests
         self.assertEqual(request.attachment, "attachments/a")
         self.assertEqual((request.cuda_ipc_handle, request.device_uuid), (HANDLE, UUID))
         self.assertEqual(request.bytes, ROOM)
         self.assertFalse(self.channel.closed)
         self.memory.close()
         self.memory.close()  # once
-        self.assertEqual([each.name for each in self.told.requests[1:]], ["attachments/a"])
+        self.assertEqual([each.name for each in self.fake.requests[1:]], ["attachments/a"])
         self.assertTrue(self.channel.closed)
 
     def test_tensors_are_named_by_their_places(self) -> None:
@@ -135,7 +135,7 @@ class DeviceTest(unittest.TestCase):
         query = self.memory.tensor(TorchTensor(BASE + 256, (1, 2, 64), "bfloat16"))
         out = self.memory.tensor(offset=1024, shape=(1, 2, 64), dtype="bfloat16")
         result = session.attend(0, query, outputs=kvtier.Outputs(out=out))
-        request = self.told.requests[-1]
+        request = self.fake.requests[-1]
         self.assertEqual(request.query.data, b"")
         self.assertEqual(request.query.dtype, tensor_pb2.DATA_TYPE_BFLOAT16)
         self.assertEqual(list(request.query.shape), [1, 2, 64])
@@ -152,13 +152,13 @@ class DeviceTest(unittest.TestCase):
         self.addCleanup(session.close)
         rows = CupyArray(data=(BASE, False), shape=(8200, 1, 64), typestr="<f2", strides=None)
         session.append(0, self.memory.tensor(rows), np.zeros((8200, 1, 64), np.float16))
-        sent = [(list(each.key.shape)[0], each.key.memory.offset) for each in self.told.requests[1:]]
+        sent = [(list(each.key.shape)[0], each.key.memory.offset) for each in self.fake.requests[1:]]
         self.assertEqual(sent, [(8192, 0), (8, 8192 * 128)])  # 1 MiB of values each
-        values = [len(each.value.data) for each in self.told.requests[1:]]
+        values = [len(each.value.data) for each in self.fake.requests[1:]]
         self.assertEqual(values, [8192 * 128, 8 * 128])
-        self.told.requests.clear()
+        self.fake.requests.clear()
         session.append(0, *(self.memory.tensor(rows) for _ in range(2)))
-        self.assertEqual([each.key.memory.offset for each in self.told.requests], [0, 8192 * 128])
+        self.assertEqual([each.key.memory.offset for each in self.fake.requests], [0, 8192 * 128])
 
     def test_what_is_no_place_of_it_is_refused(self) -> None:
         shape = (1, 2, 64)
@@ -178,14 +178,14 @@ class DeviceTest(unittest.TestCase):
         session = self.client.open(MODEL)
         self.addCleanup(session.close)
         query = self.memory.tensor(offset=0, shape=shape, dtype="float16")
-        before = len(self.told.requests)
+        before = len(self.fake.requests)
         for out in (
             self.memory.tensor(offset=0, shape=(2, 2, 64), dtype="float16"),
             self.memory.tensor(offset=0, shape=shape, dtype="float32"),
         ):
             with self.assertRaises(kvtier.InvalidArgumentError):
                 session.attend(0, query, outputs=kvtier.Outputs(out=out))
-        self.assertEqual(len(self.told.requests), before)
+        self.assertEqual(len(self.fake.requests), before)
 
 
 class RefusalTest(ServerTest):

@@ -1,4 +1,4 @@
-"""What the client does when a server is slow, overloaded or gone, by a server that does as told."""
+"""What the client does when a server is slow, overloaded or gone, by one with scripted answers."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def refuse(context: grpc.ServicerContext, code: grpc.StatusCode, details: tuple[
     for detail in details:
         status.details.add().Pack(detail)
     context.set_trailing_metadata(((DETAILS, status.SerializeToString()),))
-    context.abort(code, "refused as told")
+    context.abort(code, "refused by the script")
 
 
-class Told(session_pb2_grpc.SessionServiceServicer, attention_pb2_grpc.AttentionServiceServicer):
+class FakeServer(session_pb2_grpc.SessionServiceServicer, attention_pb2_grpc.AttentionServiceServicer):
     """Keeps the requests that came, and refuses those for which there is a refusal."""
 
     def __init__(self) -> None:
@@ -106,21 +106,21 @@ class RulesTest(unittest.TestCase):
         folder = tempfile.TemporaryDirectory(prefix="kvtier-python-")
         self.addCleanup(folder.cleanup)
         self.address = f"unix:{folder.name}/s"
-        self.told = Told()
+        self.fake = FakeServer()
         server = grpc.server(futures.ThreadPoolExecutor(8))
-        session_pb2_grpc.add_SessionServiceServicer_to_server(self.told, server)  # type: ignore[no-untyped-call]
-        attention_pb2_grpc.add_AttentionServiceServicer_to_server(self.told, server)  # type: ignore[no-untyped-call]
+        session_pb2_grpc.add_SessionServiceServicer_to_server(self.fake, server)  # type: ignore[no-untyped-call]
+        attention_pb2_grpc.add_AttentionServiceServicer_to_server(self.fake, server)  # type: ignore[no-untyped-call]
         server.add_insecure_port(self.address)
         server.start()
         self.addCleanup(lambda: server.stop(None).wait())
-        self.addCleanup(self.told.never.set)
+        self.addCleanup(self.fake.never.set)
 
     def open(self, **options: Any) -> kvtier.RemoteSession:
         self.client = kvtier.Client(self.address, **options)
         self.addCleanup(self.client.close)
         session = self.client.open(MODEL)
         self.addCleanup(session.close)
-        self.told.requests.clear()
+        self.fake.requests.clear()
         return session
 
     def set_timeout(self, seconds: float) -> None:
@@ -129,13 +129,13 @@ class RulesTest(unittest.TestCase):
         connection.options = dataclasses.replace(connection.options, timeout=seconds)
 
     def test_what_cannot_be_taken_now_is_asked_again_with_the_same_id(self) -> None:
-        self.told.refusals = [
+        self.fake.refusals = [
             (grpc.StatusCode.UNAVAILABLE, (reason("DRAINING"),)),
             (grpc.StatusCode.RESOURCE_EXHAUSTED, (reason("OVERLOADED"), OVERLOAD)),
         ]
         with kvtier.Client(self.address) as client:
             client.open(MODEL).close()
-        ids = [request.request_id for request in self.told.requests]
+        ids = [request.request_id for request in self.fake.requests]
         self.assertEqual(len(ids), 3)
         self.assertEqual(len(set(ids)), 1)
 
@@ -159,18 +159,18 @@ class RulesTest(unittest.TestCase):
 
     def test_attempts_are_bounded(self) -> None:
         session = self.open(attempts=2)
-        self.told.refusals = [(grpc.StatusCode.UNAVAILABLE, ())] * 5
+        self.fake.refusals = [(grpc.StatusCode.UNAVAILABLE, ())] * 5
         with self.assertRaises(kvtier.UnavailableError) as caught:
             session.refresh()
         self.assertNotIn("expected kvtier serve", caught.exception.message)
-        self.assertEqual(len(self.told.requests), 2)
+        self.assertEqual(len(self.fake.requests), 2)
 
     def test_quotas_and_wrong_arguments_are_not_asked_again(self) -> None:
         session = self.open()
         violation = error_details_pb2.BadRequest(
             field_violations=[error_details_pb2.BadRequest.FieldViolation(field="name", description="d")]
         )
-        self.told.refusals = [
+        self.fake.refusals = [
             (grpc.StatusCode.RESOURCE_EXHAUSTED, (reason("QUOTA_EXCEEDED"),)),
             (grpc.StatusCode.INVALID_ARGUMENT, (reason("INVALID_ARGUMENT"), violation)),
         ]
@@ -182,35 +182,35 @@ class RulesTest(unittest.TestCase):
             session.refresh()
         assert isinstance(wrong.exception, kvtier.InvalidArgumentError)
         self.assertEqual(wrong.exception.details.violations, (kvtier.FieldViolation("name", "d"),))
-        self.assertEqual(len(self.told.requests), 2)
+        self.assertEqual(len(self.fake.requests), 2)
 
     def test_an_append_is_sent_once(self) -> None:
         session = self.open()
-        self.told.refusals = [(grpc.StatusCode.UNAVAILABLE, ())]
+        self.fake.refusals = [(grpc.StatusCode.UNAVAILABLE, ())]
         with self.assertRaises(kvtier.UnavailableError):
             session.append(0, ROW, ROW)
-        self.assertEqual(len(self.told.requests), 1)
+        self.assertEqual(len(self.fake.requests), 1)
 
     def test_a_step_whose_reply_was_lost_is_asked_again_unchanged(self) -> None:
         session = self.open()
         session.decode(0, ROW, ROW, ROW)
-        self.told.requests.clear()
-        self.told.refusals = [
+        self.fake.requests.clear()
+        self.fake.refusals = [
             (grpc.StatusCode.UNAVAILABLE, ()),
             (grpc.StatusCode.FAILED_PRECONDITION, (reason("STREAM_IDLE"),)),
         ]
         out, _ = session.decode(0, ROW, ROW, ROW)
         np.testing.assert_array_equal(out, ROW)
-        self.assertEqual(len(self.told.requests), 3)
-        for request in self.told.requests:
-            self.assertEqual(request, self.told.requests[0])
-        self.assertEqual([self.told.requests[0].step, self.told.requests[0].position], [2, 1])
+        self.assertEqual(len(self.fake.requests), 3)
+        for request in self.fake.requests:
+            self.assertEqual(request, self.fake.requests[0])
+        self.assertEqual([self.fake.requests[0].step, self.fake.requests[0].position], [2, 1])
         self.assertEqual(session.length(0), 2)
 
     def test_no_call_waits_longer_than_the_timeout(self) -> None:
         session = self.open()
         self.set_timeout(0.2)
-        self.told.hang = True
+        self.fake.hang = True
         calls: list[Callable[[], Any]] = [
             session.refresh,
             lambda: session.append(0, ROW, ROW),
@@ -223,25 +223,25 @@ class RulesTest(unittest.TestCase):
 
     def test_a_step_ends_by_the_deadline_of_its_thread(self) -> None:
         session = self.open()
-        self.told.hang = True
+        self.fake.hang = True
         with self.client.connection.deadline(0.2):
             with self.assertRaises(kvtier.DeadlineExceededError):
                 session.decode(0, ROW, ROW, ROW)
-            self.told.requests.clear()
+            self.fake.requests.clear()
             with self.assertRaises(kvtier.DeadlineExceededError):
                 session.decode(0, ROW, ROW, ROW)
-        self.assertEqual(self.told.requests, [])
-        self.told.hang = False
+        self.assertEqual(self.fake.requests, [])
+        self.fake.hang = False
         session.decode(0, ROW, ROW, ROW)
         self.assertEqual(session.length(0), 1)
 
     def test_a_step_after_one_that_took_too_long_has_a_new_stream(self) -> None:
         session = self.open()
         self.set_timeout(0.5)
-        self.told.hang = True
+        self.fake.hang = True
         with self.assertRaises(kvtier.DeadlineExceededError):
             session.decode(0, ROW, ROW, ROW)
-        self.told.hang = False
+        self.fake.hang = False
         self.set_timeout(30.0)
         session.decode(0, ROW, ROW, ROW)
         self.assertEqual(session.length(0), 1)

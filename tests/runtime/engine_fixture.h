@@ -189,7 +189,7 @@ struct CallTensors {
             .lse = lse_view(),
             .selected = with_ids ? ids.view() : MutableTensorView{}};
   }
-  /// Tells whether two calls gave the same bits.
+  /// Returns whether two calls gave the same bits.
   [[nodiscard]] bool same_results(const CallTensors& other) const {
     return out.bytes() == other.out.bytes() && lse.bytes() == other.lse.bytes() &&
            ids.data == other.ids.data;

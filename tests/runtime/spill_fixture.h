@@ -62,7 +62,7 @@ class SpillTest : public EngineTest {
   std::shared_ptr<FaultTier> tier_ = std::make_shared<FaultTier>();
 };
 
-/// Tells whether two calls chose the same tokens and gave the same results but for rounding.
+/// Returns whether two calls chose the same tokens and gave the same results but for rounding.
 inline bool near_results(const CallTensors& a, const CallTensors& b) {
   const auto near = [](const HostTensor& x, const HostTensor& y) {
     bool all = true;

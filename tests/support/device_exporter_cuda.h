@@ -11,7 +11,8 @@
 namespace kvtier::testing {
 
 /// Another process that has allocated memory of the GPU: this program, started anew, because a
-/// context does not survive a fork. It does what it is told and ends with this object.
+/// context does not survive a fork. It serves the commands of this object and ends with this
+/// object.
 class DeviceExporter {
  public:
   /// Throws `std::runtime_error` unless the process starts and has the memory.
@@ -25,7 +26,7 @@ class DeviceExporter {
   [[nodiscard]] std::vector<std::byte> read(std::uint64_t offset, std::size_t bytes);
   /// Gives the memory back.
   void free_memory();
-  /// Ends the process without a word to anyone.
+  /// Ends the process without notice.
   void kill();
 
  private:

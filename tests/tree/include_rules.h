@@ -14,7 +14,7 @@ struct Include {
   bool quoted = false;  ///< "..." rather than <...>.
 };
 
-/// Tells whether a path relative to the root is a file of the repository.
+/// Returns whether a path relative to the root is a file of the repository.
 using Exists = std::function<bool(const std::string&)>;
 
 /// Returns the includes of a source, commented ones left out.

@@ -41,7 +41,7 @@ class OutsideCapture {
 /// The stream behind the `void*` of the kernel headers.
 inline cudaStream_t stream_of(void* native) noexcept { return static_cast<cudaStream_t>(native); }
 
-/// Tells whether the current device can run the kernels of this build; the reason if not.
+/// Returns whether the current device can run the kernels of this build; the reason if not.
 /// Defined in launch_cuda.cu.
 [[nodiscard]] bool has_kernel_image(std::string& why_not);
 

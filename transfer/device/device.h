@@ -106,7 +106,7 @@ class Event {
     if (state_ != nullptr) state_->release();
   }
 
-  /// Tells whether all work before the event is finished. Throws `kInternal` on a CUDA fault.
+  /// Returns whether all work before the event is finished. Throws `kInternal` on a CUDA fault.
   [[nodiscard]] bool done() const { return state_ == nullptr || state_->done(); }
   /// Blocks the host until done. Never called inside a step.
   void wait() const {
@@ -148,7 +148,7 @@ class Stream {
   virtual void wait(const Event& event) = 0;
   /// Blocks the host until all enqueued work is done; throws what it threw. Never inside a step.
   virtual void synchronize() = 0;
-  /// Tells whether a CUDA graph is being captured.
+  /// Returns whether a CUDA graph is being captured.
   [[nodiscard]] virtual bool capturing() const = 0;
 };
 

@@ -230,7 +230,7 @@ class CudaDevice final : public Device {
   EventPool events_;
 };
 
-/// Tells whether a device fits; leaves it current in the calling thread if it does.
+/// Returns whether a device fits; leaves it current in the calling thread if it does.
 bool usable(int index, cudaDeviceProp& properties, std::string& why_not) {
   cudaError_t status = cudaGetDeviceProperties(&properties, index);
   if (status == cudaSuccess && properties.major < kMinComputeCapability) {

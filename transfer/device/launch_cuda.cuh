@@ -38,7 +38,7 @@ __device__ inline void let_next_start() {
 #endif
 }
 
-/// Tells whether the current device starts kernels early.
+/// Returns whether the current device starts kernels early.
 [[nodiscard]] bool overlaps_kernels();
 
 /// Launches `kernel`, which keeps the rules above, in clusters of `cluster_blocks` along x, which

@@ -18,7 +18,7 @@ namespace kvtier::transfer::cuda {
 namespace {
 
 constexpr std::size_t kHugePage = 2 * MiB;
-/// Virtual memory is created in pieces, so that progress can be told.
+/// Virtual memory is created in pieces, so that progress can be reported.
 constexpr std::size_t kPiece = 1 * GiB;
 
 std::string words(cudaError_t status) {

@@ -10,7 +10,7 @@
 #include <cstdint>
 
 /// Checksums of rows in pages (`KvGeometry::row_checks`), so that a row whose bytes have changed in
-/// pinned memory is found before anybody attends to it.
+/// pinned memory is found before attention reads it.
 ///
 /// The check of a row is the sum, modulo 2^32, of a mixed word for its token and KV head, and one
 /// for each 32-bit word of the row as it is read: its 16-bit elements and, of int8, the two
@@ -89,7 +89,7 @@ void verify_rows(Stream& stream, const KvGeometry& geometry, const RowReading& r
 void gather_whole_rows(Stream& stream, const KvGeometry& geometry, const RowReading& reading,
                        StepFlags* flags);
 
-/// Tells whether a row in its page is the one that was written. On the host.
+/// Returns whether a row in its page is the one that was written. On the host.
 [[nodiscard]] bool row_is_whole(const KvGeometry& geometry, const std::byte* page, int kv_head,
                                 std::int64_t token);
 

@@ -148,7 +148,7 @@ KVTIER_HOST_DEVICE inline std::int64_t num_to_select(int top_k, double sparsity,
   return k < eligible ? k : eligible;
 }
 
-/// Tells whether a row is in the sink buffer or the ring.
+/// Returns whether a row is in the sink buffer or the ring.
 KVTIER_HOST_DEVICE inline bool row_is_resident(const KvGeometry& geometry,
                                                std::int64_t resident_begin, std::int64_t token) {
   return token < geometry.sink_capacity ||

@@ -70,7 +70,7 @@ std::optional<IoChannel::Done> IoChannel::wait(Deadline deadline) {
 }
 
 void IoChannel::drain() {
-  begin();  // so that nothing is told of
+  begin();  // so that `wait` reports nothing of them
   while (num_running_ > 0) {
     static_cast<void>(wait(std::chrono::steady_clock::now() + std::chrono::milliseconds(100)));
   }

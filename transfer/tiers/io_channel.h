@@ -35,13 +35,13 @@ class IoChannel {
 
   /// Forgets what earlier calls started.
   void begin();
-  /// Hands all that was started to the kernel, whether or not anybody waits again.
+  /// Hands all that was started to the kernel, whether or not `wait` is called again.
   virtual void end() {}
   [[nodiscard]] std::optional<std::size_t> take_slot();
-  /// Gives back a slot that nothing was started on, or whose transfer `wait` has told of.
+  /// Gives back a slot that nothing was started on, or whose transfer `wait` has returned.
   void give_slot(std::size_t slot);
   [[nodiscard]] std::span<std::byte> bytes(std::size_t slot);
-  /// Starts a transfer of the slot's first `size` bytes. Its end is told by `wait`; of a `detached`
+  /// Starts a transfer of the slot's first `size` bytes. `wait` reports its end; of a `detached`
   /// one only that it was, and the slot comes back by itself.
   void start(Kind kind, const std::shared_ptr<Segment>& file, std::uint64_t offset,
              std::size_t size, std::size_t slot, std::uint32_t tag, bool detached = false);

@@ -74,7 +74,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetMetrics(self, request, context):
-        """What the metrics listener tells, in the text format of Prometheus.
+        """What the metrics listener answers, in the text format of Prometheus.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -145,27 +145,27 @@ TEST(Calibrate, PrefersTheFastestThenTheSoonestObtained) {
 
 TEST(Calibrate, MeasuresEachAllocationOnAnyDevice) {
   const auto device = transfer::make_device(Backend::kCpu);
-  std::vector<CalibrationEntry> told;
+  std::vector<CalibrationEntry> reported;
   const CalibrationOptions options{
       .backend = Backend::kCpu,
       .region_bytes = 64 * MiB,
       .allocations = {HostAllocation::kDriver, HostAllocation::kRegistered},
       .pin_threads = 1,
-      .progress = [&](const CalibrationEntry& entry) { told.push_back(entry); }};
+      .progress = [&](const CalibrationEntry& entry) { reported.push_back(entry); }};
 
   const Calibration calibration = calibrate(options);
 
   EXPECT_EQ(calibration.device, device->name());
   EXPECT_EQ(calibration.region_bytes, 64 * MiB);
-  EXPECT_EQ(calibration.entries, told);
-  ASSERT_EQ(told.size(), 2U);
-  EXPECT_EQ(told[0].allocation, HostAllocation::kDriver);
-  EXPECT_EQ(told[1].allocation, HostAllocation::kRegistered);
-  for (const CalibrationEntry& entry : told) {
+  EXPECT_EQ(calibration.entries, reported);
+  ASSERT_EQ(reported.size(), 2U);
+  EXPECT_EQ(reported[0].allocation, HostAllocation::kDriver);
+  EXPECT_EQ(reported[1].allocation, HostAllocation::kRegistered);
+  for (const CalibrationEntry& entry : reported) {
     EXPECT_EQ(entry.refused, "");
     for (const double rate : entry.gb_per_s) EXPECT_GT(rate, 0.0);
   }
-  EXPECT_EQ(calibration.best, runtime::best_allocation(told));
+  EXPECT_EQ(calibration.best, runtime::best_allocation(reported));
   EXPECT_EQ(parse_calibration(to_text(calibration), "x"), calibration);
 }
 

@@ -75,7 +75,7 @@ class ClientBatchTest : public ClientTest {
     EXPECT_EQ(frames() - before, over_plane() ? 1U : 0U);
     return results;
   }
-  static std::string told(const ItemResult& result) {
+  static std::string outcome(const ItemResult& result) {
     if (result.ok()) return "OK";
     return std::string(error_code_name(result.error->code())) + " " + result.error->reason();
   }
@@ -99,10 +99,10 @@ TEST_P(ClientBatchTest, GivesTheBitsOfSingleCallsAndAnErrorForEachItemThatFails)
   local_other_->decode(0, expected[2].inputs(), expected[2].outputs());
   local_->decode(0, expected[3].inputs(), expected[3].outputs());
   ASSERT_THAT(results, SizeIs(4));
-  EXPECT_EQ(told(results[1]), "INVALID_ARGUMENT INVALID_ARGUMENT");
+  EXPECT_EQ(outcome(results[1]), "INVALID_ARGUMENT INVALID_ARGUMENT");
   EXPECT_THAT(results[1].error->what(), HasSubstr("layer: expected 0 to 1, found 9"));
   EXPECT_TRUE(found == expected);
-  for (const std::size_t i : {0U, 2U, 3U}) EXPECT_EQ(told(results[i]), "OK");
+  for (const std::size_t i : {0U, 2U, 3U}) EXPECT_EQ(outcome(results[i]), "OK");
   EXPECT_EQ(remote_->length(0), kFilled + 2);
   EXPECT_EQ(other_->length(0), kFilled + 1);
 
@@ -124,8 +124,8 @@ TEST_P(ClientBatchTest, GivesTheBitsOfSingleCallsAndAnErrorForEachItemThatFails)
   local_other_->attend(0, {.query = expected[0].queries()}, expected[0].outputs(), {}, dense);
   local_->attend(1, {.query = expected[2].queries()}, expected[2].outputs());
   EXPECT_TRUE(found == expected);
-  EXPECT_EQ(told(results[0]) + told(results[2]), "OKOK");
-  EXPECT_EQ(told(results[1]), "INVALID_ARGUMENT INVALID_ARGUMENT");
+  EXPECT_EQ(outcome(results[0]) + outcome(results[2]), "OKOK");
+  EXPECT_EQ(outcome(results[1]), "INVALID_ARGUMENT INVALID_ARGUMENT");
 
   RetrievalConfig norm_aware = session_config().retrieval;
   norm_aware.estimator = Estimator::kNormAware;
@@ -146,8 +146,8 @@ TEST_P(ClientBatchTest, GivesTheBitsOfSingleCallsAndAnErrorForEachItemThatFails)
   local_->select(0, expected[0].queries(), expected[0].selection());
   local_other_->select(1, expected[2].queries(), expected[2].selection(), {}, options);
   EXPECT_TRUE(found == expected);
-  EXPECT_EQ(told(results[0]) + told(results[2]), "OKOK");
-  EXPECT_EQ(told(results[1]), "INVALID_ARGUMENT ");
+  EXPECT_EQ(outcome(results[0]) + outcome(results[2]), "OKOK");
+  EXPECT_EQ(outcome(results[1]), "INVALID_ARGUMENT ");
   EXPECT_THAT(results[1].error->what(),
               HasSubstr("items[1].ids: expected host memory for [1, 2, 16]"));
 }
@@ -175,10 +175,10 @@ TEST_P(ClientBatchTest, FetchesWhatFitsInOneReplyAndRefusesTheRest) {
                       {.keys = {key.data(), DType::kBFloat16, {kKvHeads, 1, kHeadDim}},
                        .values = {value.data(), DType::kBFloat16, {kKvHeads, 1, kHeadDim}}});
   ASSERT_THAT(results, SizeIs(3));
-  EXPECT_EQ(told(results[0]), "OK");
-  EXPECT_EQ(told(results[1]), "INVALID_ARGUMENT REPLY_TOO_LARGE");
+  EXPECT_EQ(outcome(results[0]), "OK");
+  EXPECT_EQ(outcome(results[1]), "INVALID_ARGUMENT REPLY_TOO_LARGE");
   EXPECT_THAT(second, Each(0));
-  EXPECT_EQ(told(results[2]), "OK");
+  EXPECT_EQ(outcome(results[2]), "OK");
   for (std::size_t head = 0; head < kKvHeads; ++head) {
     for (std::size_t i = 0; i < kHeadDim; ++i) {
       EXPECT_EQ(first[(head * kMany + kMany - 1) * kHeadDim + i], key[head * kHeadDim + i]);
@@ -200,9 +200,9 @@ TEST_P(ClientBatchTest, StepsOfALayerBehindOneThatFailedStoreNothing) {
        .outputs = steps[2].outputs()}};
   const std::vector<ItemResult> results = client_->batch_decode(items);
   ASSERT_THAT(results, SizeIs(3));
-  EXPECT_EQ(told(results[0]), "INVALID_ARGUMENT INVALID_ARGUMENT");
-  EXPECT_EQ(told(results[1]), "ABORTED POSITION_MISMATCH");
-  EXPECT_EQ(told(results[2]), "OK");
+  EXPECT_EQ(outcome(results[0]), "INVALID_ARGUMENT INVALID_ARGUMENT");
+  EXPECT_EQ(outcome(results[1]), "ABORTED POSITION_MISMATCH");
+  EXPECT_EQ(outcome(results[2]), "OK");
   EXPECT_TRUE(steps[1] == before);
   EXPECT_EQ(remote_->length(0), kFilled);
   EXPECT_EQ(remote_->length(1), kFilled + 1);
@@ -284,7 +284,7 @@ TEST_P(ClientBatchTest, GoesOnAfterItsConnectionHasEnded) {
             .session = remote_.get(), .inputs = found[0].inputs(), .outputs = found[0].outputs()},
         DecodeItem{
             .session = other_.get(), .inputs = found[1].inputs(), .outputs = found[1].outputs()}};
-    for (const ItemResult& result : client_->batch_decode(items)) EXPECT_EQ(told(result), "OK");
+    for (const ItemResult& result : client_->batch_decode(items)) EXPECT_EQ(outcome(result), "OK");
     local_->decode(0, expected[0].inputs(), expected[0].outputs());
     local_other_->decode(0, expected[1].inputs(), expected[1].outputs());
     EXPECT_TRUE(found == expected);

@@ -10,8 +10,8 @@
 namespace kvtier::services::testing {
 namespace {
 
-/// Seconds by which the clock of the wall is turned each time that somebody looks at it, and how
-/// often somebody has.
+/// Seconds by which the clock of the wall is turned each time that it is read, and how
+/// often it was.
 std::atomic<std::int64_t> turn_per_look{0}, looks{0};
 
 /// Turns the clock of the wall of this process, not that of the machine.

@@ -154,7 +154,7 @@ struct Ending {
   }
   [[nodiscard]] Done listener() {
     return [this](const ServiceError* failure) {
-      EXPECT_FALSE(done) << "told twice";
+      EXPECT_FALSE(done) << "answered twice";
       done = true;
       if (failure != nullptr) error = *failure;
     };
@@ -243,7 +243,7 @@ class CoreTest : public ::testing::Test {
 inline constexpr const char* kUuid = "01234567-89ab-4cde-8f01-23456789abcd";
 inline constexpr const char* kOtherUuid = "11234567-89ab-4cde-8f01-23456789abcd";
 
-/// Two tenants, told apart by token.
+/// Two tenants, distinguished by token.
 inline std::vector<TenantConfig> two_tenants() {
   TenantConfig first;
   first.name = "first";

@@ -143,7 +143,7 @@ TEST_F(PlanePages, ThatFailTheirChecksumAreNotCopied) {
     const_cast<std::byte&>(page.bytes()[100]) ^= std::byte{1};
   }
   EXPECT_FALSE(read(true));
-  EXPECT_TRUE(read(false)) << "who does not ask is not told";
+  EXPECT_TRUE(read(false)) << "no answer without a request";
 }
 
 TEST_F(PlanePages, ThatAreDeletedAreNotReadInPlace) {

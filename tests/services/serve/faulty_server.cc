@@ -1,4 +1,4 @@
-// kvtier serve with a worker that loses its device when told to: faulty_server ADDRESS FILE
+// kvtier serve with a worker that loses its device on request: faulty_server ADDRESS FILE
 // cpu|cuda|occupied. When an engine is made while FILE is there, FILE goes, and so does the device:
 // by a kernel that traps on a GPU, or, occupied, by one that leaves no room for others; the CPU has
 // none, and the engine says so.

@@ -42,7 +42,7 @@ class ListPinner final : public Pinner {
   std::size_t refused_;
 };
 
-/// Tells whether the process has a page at `address`.
+/// Returns whether the process has a page at `address`.
 bool is_mapped(std::byte* address) {
   unsigned char resident = 0;
   return mincore(address, 4096, &resident) == 0 || errno != ENOMEM;
