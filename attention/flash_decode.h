@@ -37,6 +37,13 @@ struct AttendRequest {
   transfer::SequenceBatch sequences;
   transfer::QueryBatch query_batch;
   const float* queries = nullptr;  ///< fp32 `[queries, query_heads, head_dim]`.
+  /// On CUDA, in place of `queries`: where the caller has them. Those with NaN or infinity are
+  /// counted. Read before the launch returns.
+  const transfer::QueryItems* items = nullptr;
+  /// Not 0: the kernel before this one is an append of at most so many tokens of a sequence, which
+  /// lets this one start after its own wait, and all rows of a dense layer before these tokens are
+  /// in device memory. They are then read while the append runs.
+  int appending_tokens = 0;
   float softmax_scale = 0.0F;
   float logit_softcap = 0.0F;
   std::int64_t max_length = 0;  ///< Upper bound of the lengths.

@@ -5,6 +5,7 @@
 #include "transfer/device/bulk_copy.cuh"
 #include "transfer/device/head_dim_cuda.cuh"
 #include "transfer/device/launch_cuda.cuh"
+#include "transfer/kv/convert_cuda.cuh"
 #include "transfer/row_cache/row_cache_places_cuda.cuh"
 
 #include <cuda_bf16.h>
@@ -24,8 +25,15 @@ using cuda::RowFinder;
 using cuda::RowSet;
 using cuda::RowTotals;
 using cuda::Workspace;
+using transfer::QueryItem;
+using transfer::QueryItems;
 using transfer::SelectionView;
 using transfer::cuda::CopyBarrier;
+using transfer::cuda::head_source;
+using transfer::cuda::kPiece;
+using transfer::cuda::load_piece;
+using transfer::cuda::RawPiece;
+using transfer::cuda::to_floats;
 
 /// Two blocks of an SM, so that one works while the other changes its set or merges.
 constexpr int kBlocksPerSm = 2;
@@ -37,6 +45,62 @@ constexpr int kMaxGroup = 16;
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxStages = 4;
 
+/// Queries of a group on their way to shared memory, where warps find them as fragments: each is
+/// read once, in whole lines, and before the copies of rows.
+template <int D, int NT, int kThreads>
+struct StagedQueries {
+  static constexpr int kPitch = D + 8;  ///< Four heads in four groups of banks.
+  static constexpr int kBytes = 8 * NT * kPitch * static_cast<int>(sizeof(float));
+  static constexpr int kPieces = D / kPiece;
+  static constexpr int kLoads = (8 * NT * kPieces + kThreads - 1) / kThreads;
+
+  RawPiece raw[kLoads];
+
+  __device__ void load(const QueryItem& item, int first_head, int group) {
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int i = static_cast<int>(threadIdx.x) + j * kThreads;
+      if (i >= group * kPieces) break;
+      raw[j] =
+          load_piece(head_source(item.query, item.token, first_head + i / kPieces), i % kPieces);
+    }
+  }
+
+  /// A barrier must follow.
+  __device__ void store(DType dtype, int group, float* to) const {
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int i = static_cast<int>(threadIdx.x) + j * kThreads;
+      if (i >= group * kPieces) break;
+      float x[kPiece];
+      to_floats(raw[j], dtype, x);
+      auto* const piece =
+          reinterpret_cast<float4*>(to + i / kPieces * kPitch + i % kPieces * kPiece);
+      piece[0] = {x[0], x[1], x[2], x[3]};
+      piece[1] = {x[4], x[5], x[6], x[7]};
+    }
+  }
+};
+
+/// Counts queries with NaN or infinity; each block looks at some.
+__device__ __noinline__ void count_nonfinite(const transfer::KvGeometry& kv,
+                                             const QueryItems& items) {
+  const int pieces = kv.head_dim / kPiece;
+  for (auto q = static_cast<int>(blockIdx.x); q < items.count; q += static_cast<int>(gridDim.x)) {
+    const QueryItem& item = items[q];
+    int nonfinite = 0;
+    for (auto i = static_cast<int>(threadIdx.x);
+         item.flags != nullptr && i < kv.query_heads * pieces; i += static_cast<int>(blockDim.x)) {
+      float x[kPiece];
+      to_floats(load_piece(head_source(item.query, item.token, i / pieces), i % pieces),
+                item.query.dtype, x);
+      for (const float value : x) nonfinite |= isfinite(value) ? 0 : 1;
+    }
+    nonfinite = __syncthreads_or(nonfinite);
+    if (threadIdx.x == 0 && nonfinite != 0) transfer::cuda::raise_nonfinite(item);
+  }
+}
+
 /// Shape of a block. With three stages at head_dim 128 an SM has 192 KiB under way while it waits,
 /// five times what covers the latency of HBM.
 template <typename T, int D, int NT>
@@ -44,7 +108,8 @@ struct BlockShape {
   static constexpr int kWarps = D == 256 ? 2 : 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStageBytes = kWarps * cuda::TileLayout<D>::kBytes;
-  static constexpr int kQueryBytes = cuda::QueryFragments<T, D, NT>::kSharedBytes;
+  static constexpr int kFragmentBytes = cuda::QueryFragments<T, D, NT>::kSharedBytes;
+  static constexpr int kQueryBytes = kFragmentBytes + StagedQueries<D, NT, kThreads>::kBytes;
   /// One stage must hold what is written in the place of the tiles: accumulators of the warps.
   static_assert(cuda::TileLayout<D>::kBytes >= 8 * NT * (D + 4) * 4);
   /// And all of it what a block merges of a run: states, and a vector of each thread.
@@ -123,6 +188,17 @@ __device__ void count_found(const AttendRequest& request, const Workspace& works
   add(&request.flags->rows_resident, all - paged);
 }
 
+/// Which tiles a block has of a set, and in which order.
+struct Share {
+  int index;  ///< Of the set.
+  int first;
+  int last;
+  int tiles;  ///< Of the set,
+  int parts;  ///< and its parts.
+
+  friend bool operator==(const Share&, const Share&) = default;
+};
+
 __device__ void prefetch_to_l1(const void* address) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(address)));
 }
@@ -159,25 +235,13 @@ __device__ void prefetch_pages(const AttendRequest& request, const SelectionView
   }
 }
 
-/// Asks L1 for the queries of a set: they are needed once copies of rows have started.
-template <int D>
-__device__ void prefetch_queries(const AttendRequest& request, const RowSet& set) {
-  const int group = request.kv.group();
-  const std::int64_t head =
-      std::int64_t{set.query_index} * request.kv.query_heads + std::int64_t{set.kv_head} * group;
-  constexpr int kLine = 32;  // floats
-  for (auto i = static_cast<int>(threadIdx.x); i < group * D / kLine;
-       i += static_cast<int>(blockDim.x)) {
-    prefetch_to_l1(request.queries + head * D + i * kLine);
-  }
-}
-
 /// A block attends to its share of the tiles of all sets, one set after another; its warps take
 /// tiles in turn, each at its own pace, with `num_stages` tiles in shared memory. The last block to
 /// finish a set merges it. `kInt8`: pages are of int8.
 template <typename T, int D, int NT, bool kInt8>
 __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     attend_kernel(const __grid_constant__ AttendRequest request,
+                  const __grid_constant__ QueryItems items,
                   const __grid_constant__ SelectionView selection,
                   const __grid_constant__ OutputBatch outputs,
                   const __grid_constant__ Workspace workspace, int num_stages) {
@@ -189,6 +253,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
   __shared__ CopyBarrier barriers[kWarps][kMaxStages];
   __shared__ __align__(16) std::byte plan_memory[sizeof(Plan<kWarps>)];
   __shared__ CopyBarrier merge_barrier;
+  __shared__ Share early_share;
   __shared__ bool merges;
   auto& plan = *reinterpret_cast<Plan<kWarps>*>(plan_memory);
 
@@ -203,55 +268,86 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
   // Missing rows are on their way: what is waited for first is where the others are.
   const bool placed = request.places.lists != nullptr;
   const bool k_known = request.k_known && !placed;
+  bool early = request.appending_tokens > 0;
   if (placed) {
     transfer::cuda::wait_for_places(request.places.lists, cuda::num_sets(request));
-  } else if (!k_known) {
+  } else if (!k_known && !early) {
     transfer::cuda::wait_for_previous();
   }
-  const RowTotals totals = cuda::make_plan<kWarps>(request, selection, plan);
   const int block = static_cast<int>(blockIdx.x);
-  if (block >= plan.blocks) {
-    if (k_known || placed) transfer::cuda::wait_for_previous();
-    transfer::cuda::let_next_start();
-    return;
-  }
-  if (block == 0 && request.flags != nullptr) {
-    count_planned(request, selection, workspace, totals);
-  }
-
   const int group = request.kv.group();
-  const unsigned end = plan.end;
-  unsigned begin = plan.begin;
-  RowSet set = plan.set;
-  prefetch_queries<D>(request, set);
   std::byte* const stages = shared + warp * num_stages * Layout::kBytes;
+  std::byte* const query_memory = shared + num_stages * Shape::kStageBytes;
+  auto* const fp32_queries = reinterpret_cast<float*>(query_memory + Shape::kFragmentBytes);
+  StagedQueries<D, NT, Shape::kThreads> staged_queries;
   cuda::QueryFragments<T, D, NT> queries;
   cuda::WarpAttention<T, D, NT> attention;
   int stage_in = 0;
   int stage_out = 0;
   unsigned parity = 0;  // of the phase of stage_out
+  const auto next_out = [&] {
+    stage_out = stage_out + 1 == num_stages ? 0 : stage_out + 1;
+    if (stage_out == 0) parity ^= 1U;
+  };
+  int queries_of = -1;  // the set whose queries the warps have
+  int started = 0;      // tiles of this warp and part
+  // The append has changed the shares: tiles that were started early are of no use.
+  const auto drop_started = [&] {
+    for (; started > 0; --started) {
+      barriers[warp][stage_out].wait(parity);
+      next_out();
+    }
+  };
   unsigned merge_parity = 0;
   unsigned in_pages = 0;
-  if (k_known) {
-    prefetch_pages(request, selection, plan);
-    transfer::cuda::wait_for_previous();
-  }
-  if (!placed) transfer::cuda::let_next_start();
-  for (int part = 0;; ++part) {
+  unsigned begin = 0;
+  RowSet set;
+  for (int part = 0;;) {
+    if (part == 0) {
+      const RowTotals totals = cuda::make_plan<kWarps>(request, selection, plan);
+      if (block >= plan.blocks) {
+        drop_started();
+        transfer::cuda::wait_for_previous();
+        if (early) {
+          __syncthreads();  // all threads have read the plan
+          early = false;
+          continue;
+        }
+        transfer::cuda::let_next_start();
+        if (queries_of < 0) count_nonfinite(request.kv, items);
+        return;
+      }
+      if (block == 0 && !early && request.flags != nullptr) {
+        count_planned(request, selection, workspace, totals);
+      }
+      set = plan.set;
+      begin = plan.begin;
+    }
     const int first = static_cast<int>(begin - set.first_tile);
-    const int last = static_cast<int>(min(set.tiles(), end - set.first_tile));
+    const int last = static_cast<int>(min(set.tiles(), plan.end - set.first_tile));
     const int count = max(last - first - warp + kWarps - 1, 0) / kWarps;  // tiles of this warp
     const bool whole = first == 0 && last == static_cast<int>(set.tiles());
     const Parts parts(plan, set);
     const cuda::TileOrder order(set.tiles(), parts.count);
-    RowFinder<D, kWarps, kInt8> rows(request, selection, set, order, workspace.no_row, first + warp,
-                                     last);
-    int startable = count;
-    if (placed) {
-      startable = order.num_below(cuda::tiles_not_missing(request, selection, set), first + warp,
-                                  kWarps, count);
+    const Share share{plan.index + part, first, last, static_cast<int>(set.tiles()), parts.count};
+    if (started > 0 && !(share == early_share)) drop_started();
+    const bool same_queries = share.index == queries_of;
+    if (!same_queries) {
+      staged_queries.load(items[set.query_index], set.kv_head * group, group);
     }
-    int started = 0;
+    if (part == 0 && k_known) {
+      prefetch_pages(request, selection, plan);
+      transfer::cuda::wait_for_previous();
+    }
+    if (part == 0 && !placed && !early) transfer::cuda::let_next_start();
+    RowFinder<D, kWarps, kInt8> rows(request, selection, set, order, workspace.no_row,
+                                     first + warp + started / 2 * 2 * kWarps, last);
+    int startable = count;
+    if (placed || early) {
+      const int tiles = placed ? cuda::tiles_not_missing(request, selection, set)
+                               : max(set.count - request.appending_tokens, 0) / cuda::kTileRows;
+      startable = order.num_below(tiles, first + warp, kWarps, count);
+    }
     const auto start_next = [&] {
       if (started == startable) return;
       std::byte* const tile = stages + stage_in * Layout::kBytes;
@@ -272,56 +368,83 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
       if (half == 1) rows.next_pair();
       ++started;
     };
-    for (int i = 0; i < num_stages; ++i) start_next();
-
-    const std::int64_t first_head =
-        std::int64_t{set.query_index} * request.kv.query_heads + set.kv_head * group;
-    queries.load(request.queries + first_head * D, group, request.softmax_scale,
-                 reinterpret_cast<uint4*>(shared + num_stages * Shape::kStageBytes));
-    if constexpr (Shape::kQueryBytes > 0) __syncthreads();  // fragments are complete
+    // The copy engine takes a tile of each warp or two at once. Who gave it more would wait for
+    // room instead of working on what has come.
+#pragma unroll 1
+    for (int i = started; i < min(num_stages, 2); ++i) start_next();
+    if (!same_queries) {
+      staged_queries.store(items[set.query_index].query.dtype, group, fp32_queries);
+      __syncthreads();  // the queries are there
+      queries.load(fp32_queries, group, request.softmax_scale,
+                   reinterpret_cast<uint4*>(query_memory), staged_queries.kPitch);
+      if constexpr (Shape::kFragmentBytes > 0) __syncthreads();  // fragments are complete
+      if (queries_of < 0) count_nonfinite(request.kv, items);
+      queries_of = share.index;
+    }
+    if (early) {
+      if (threadIdx.x == 0) early_share = share;
+      transfer::cuda::wait_for_previous();
+      __syncthreads();  // all threads have read the plan
+      early = false;
+      continue;
+    }
     attention.clear();
+    int free_stages = 0;
+    int unused_stages = max(num_stages - started, 0);
+#pragma unroll 1
     for (int i = 0; i < count; ++i) {
       if (i == startable) {
         transfer::cuda::wait_for_previous();
         transfer::cuda::let_next_start();
         startable = count;
-        for (int stage = 0; stage < num_stages; ++stage) start_next();
+        free_stages = num_stages;
+        unused_stages = 0;
       }
+#pragma unroll 1
+      for (; free_stages > 0; --free_stages) start_next();
       barriers[warp][stage_out].wait(parity);
       __syncwarp();  // masks are written
       if constexpr (kInt8) cuda::widen_int8<D>(stages + stage_out * Layout::kBytes);
       attention.attend(queries, stages + stage_out * Layout::kBytes, request.logit_softcap,
                        rows.bias());
       __syncwarp();  // no lane reads the tile any more when it is overwritten
-      stage_out = stage_out + 1 == num_stages ? 0 : stage_out + 1;
-      if (stage_out == 0) parity ^= 1U;
-      start_next();
+      next_out();
+      free_stages = 1 + unused_stages;
+      unused_stages = 0;
     }
     in_pages += rows.num_in_pages();
+    started = 0;
     attention.store(states[warp], reinterpret_cast<float*>(stages));
     __syncthreads();  // all warps have stored their states and accumulators
 
     const OutputItem& item = outputs[set.query_index];
     const std::int64_t slot = 2 * std::int64_t{block} + (part == 0 ? 0 : 1);
+    const auto state = cuda::merge_warps<kWarps>(&states[0][0], 8 * NT);
+    if (const auto head = static_cast<int>(threadIdx.x) / kWarps;
+        head < group && threadIdx.x % kWarps == 0) {
+      const int query_head = set.kv_head * group + head;
+      if (!whole) {
+        workspace.states[slot * group + head] = {state.max, state.sum};
+      } else if (item.lse != nullptr) {
+        item.lse[query_head * item.lse_stride] = state.lse();
+      }
+    }
+    __syncthreads();  // weights of all heads are there
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < group * (D / 4); i += Shape::kThreads) {
       const int head = i / (D / 4);
       const int x = i % (D / 4) * 4;
-      float weights[kWarps];
-      const SoftmaxState state = cuda::merge_warps<kWarps>(&states[0][head], 8 * NT, weights);
       float4 sum{};
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
         const auto* out = reinterpret_cast<const float*>(shared + w * num_stages * Layout::kBytes);
-        const float weight = whole ? weights[w] * state.inverse_sum() : weights[w];
-        cuda::add_scaled(sum, weight, *reinterpret_cast<const float4*>(out + head * (D + 4) + x));
+        cuda::add_scaled(sum, whole ? states[w][head].y : states[w][head].x,
+                         *reinterpret_cast<const float4*>(out + head * (D + 4) + x));
       }
-      const int query_head = set.kv_head * group + head;
       if (whole) {
-        cuda::store_output(item, query_head, x, sum);
-        if (x == 0 && item.lse != nullptr) item.lse[query_head * item.lse_stride] = state.lse();
+        cuda::store_output(item, set.kv_head * group + head, x, sum);
       } else {
         *reinterpret_cast<float4*>(workspace.out + (slot * group + head) * D + x) = sum;
-        if (x == 0) workspace.states[slot * group + head] = {state.max, state.sum};
       }
     }
     if (!whole) {
@@ -341,25 +464,24 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
         __syncthreads();  // `merges` is set
         return merges;
       };
-      const auto merge = [&](const OutputItem* to, const cuda::PartRun& run) {
-        cuda::merge_parts<D, kWarps>(request, workspace, to, set, parts, run, merge_barrier,
-                                     merge_parity, shared, merge_bytes);
-      };
-      bool merged = true;  // the run that this block's part is in
-      if (runs.count() > 1) {
-        const cuda::PartRun run = runs.of_part(parts.of_block(block));
-        merged = is_last(workspace.run_tickets + parts.slot(run.first), run.count);
-        if (merged) merge(nullptr, run);
-      }
       unsigned* const ticket =
           workspace.tickets + set.query_index * request.kv.kv_heads + set.kv_head;
-      if (merged && is_last(ticket, runs.count() > 1 ? runs.count() : parts.count)) {
-        merge(&item, runs.count() > 1 ? runs.merged() : runs.of_part(0));
+      // The run that this block's part is in, then all runs.
+#pragma unroll 1
+      for (bool all = runs.count() == 1;; all = true) {
+        const cuda::PartRun run = !all               ? runs.of_part(parts.of_block(block))
+                                  : runs.count() > 1 ? runs.merged()
+                                                     : runs.of_part(0);
+        if (!is_last(all ? ticket : workspace.run_tickets + parts.slot(run.first), run.count))
+          break;
+        cuda::merge_parts<D, kWarps>(request, workspace, all ? &item : nullptr, set, parts, run,
+                                     merge_barrier, merge_parity, shared, merge_bytes);
+        if (all) break;
       }
     }
     begin = set.first_tile + static_cast<unsigned>(last);
-    if (begin == end) break;
-    RowSet next = cuda::row_set(request, selection, plan.index + part + 1);
+    if (begin == plan.end) break;
+    RowSet next = cuda::row_set(request, selection, plan.index + ++part);
     next.first_tile = set.first_tile + set.tiles();
     set = next;
     transfer::cuda::release_to_copies();
@@ -393,8 +515,9 @@ int num_stages(int stage_bytes, int fixed_bytes) {
 }
 
 template <typename T, int D, int NT, bool kInt8>
-void launch_attend(void* stream, const AttendRequest& request, const SelectionView& selection,
-                   const OutputBatch& outputs, const Workspace& workspace) {
+void launch_attend(void* stream, const AttendRequest& request, const QueryItems& items,
+                   const SelectionView& selection, const OutputBatch& outputs,
+                   const Workspace& workspace) {
   using Shape = BlockShape<T, D, NT>;
   const auto kernel = attend_kernel<T, D, NT, kInt8>;
   const int stages = num_stages(Shape::kStageBytes, Shape::kQueryBytes);
@@ -405,8 +528,20 @@ void launch_attend(void* stream, const AttendRequest& request, const SelectionVi
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   transfer::cuda::launch_overlapping(transfer::cuda::stream_of(stream), kernel,
                                      dim3(static_cast<unsigned>(blocks)), Shape::kThreads,
-                                     static_cast<std::size_t>(bytes), request, selection, outputs,
-                                     workspace, stages);
+                                     static_cast<std::size_t>(bytes), request, items, selection,
+                                     outputs, workspace, stages);
+}
+
+QueryItems packed_items(const AttendRequest& request) {
+  const std::int64_t row = std::int64_t{request.kv.query_heads} * request.kv.head_dim;
+  QueryItems items;
+  for (int q = 0; q < request.query_batch.count; ++q) {
+    items.push({.query = {.data = request.queries,
+                          .token_stride = row,
+                          .head_stride = request.kv.head_dim},
+                .token = q});
+  }
+  return items;
 }
 
 template <typename T, bool kInt8, typename... Args>
@@ -433,14 +568,17 @@ void attend(void* stream, const AttendRequest& request, const SelectionView& sel
             const FlashDecodeLimits& limits, std::byte* memory, const OutputBatch& outputs) {
   if (request.query_batch.count == 0) return;
   const Workspace workspace = workspace_in(memory, limits);
+  const QueryItems items = request.items != nullptr ? *request.items : packed_items(request);
   if (request.kv.dtype == DType::kFloat16) {
-    return launch_shape<__half, false>(request.kv, stream, request, selection, outputs, workspace);
+    return launch_shape<__half, false>(request.kv, stream, request, items, selection, outputs,
+                                       workspace);
   }
   if (request.kv.int8_pages) {
-    return launch_shape<__nv_bfloat16, true>(request.kv, stream, request, selection, outputs,
+    return launch_shape<__nv_bfloat16, true>(request.kv, stream, request, items, selection, outputs,
                                              workspace);
   }
-  launch_shape<__nv_bfloat16, false>(request.kv, stream, request, selection, outputs, workspace);
+  launch_shape<__nv_bfloat16, false>(request.kv, stream, request, items, selection, outputs,
+                                     workspace);
 }
 
 }  // namespace cuda

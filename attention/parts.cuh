@@ -40,19 +40,27 @@ __device__ Integer warp_sum(Integer value) {
   return value;
 }
 
-/// Merges the states of the warps, in their order; `weights` are those of their accumulators.
+/// Merges the states `[kWarps]`, `stride` apart, of the warps; thread kWarps h + w returns that of
+/// head h < `stride`. In their place it leaves the weights of the accumulators: in a merged one,
+/// and in the result. All threads call it.
 template <int kWarps>
-__device__ SoftmaxState merge_warps(const float2* states, int stride, float (&weights)[kWarps]) {
-  SoftmaxState total;
+__device__ SoftmaxState merge_warps(float2* states, int stride) {
+  const auto thread = static_cast<int>(threadIdx.x);
+  const bool present = thread < stride * kWarps;
+  float2* const own = states + thread % kWarps * stride + thread / kWarps;
+  const float2 state = present ? *own : float2{-INFINITY, 0.0F};
+  float largest = state.x;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    const float2 one = states[w * stride];
-    const MergeWeights merged = merge(total, SoftmaxState{one.x, one.y});
-    total = merged.state;
-    weights[w] = merged.b;
-#pragma unroll
-    for (int earlier = 0; earlier < w; ++earlier) weights[earlier] *= merged.a;
+  for (int distance = kWarps / 2; distance > 0; distance /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(transfer::cuda::kFullWarp, largest, distance));
   }
+  const float weight = state.y > 0.0F ? expf(state.x - largest) : 0.0F;
+  SoftmaxState total{largest, weight * state.y};
+#pragma unroll
+  for (int distance = kWarps / 2; distance > 0; distance /= 2) {
+    total.sum += __shfl_xor_sync(transfer::cuda::kFullWarp, total.sum, distance);
+  }
+  if (present) *own = {weight, weight * total.inverse_sum()};
   return total;
 }
 
@@ -142,7 +150,6 @@ __device__ void merge_parts(const AttendRequest& request, const Workspace& works
   constexpr int kThreads = 32 * kWarps;
   const int group = request.kv.group();
   const int thread = static_cast<int>(threadIdx.x);
-  const int lane = thread % 32;
   const int vectors = group * (D / 4);
   const auto slot = [&](int i) { return parts.slot(run.first + i * run.step); };
   auto* const states = reinterpret_cast<float2*>(shared);
@@ -157,34 +164,41 @@ __device__ void merge_parts(const AttendRequest& request, const Workspace& works
                          [&](int i) { return workspace.out + (slot(i) * vectors + from) * 4; });
   };
   start(0);
-#pragma unroll 1
-  for (int head = thread / 32; head < group; head += kWarps) {
-    float2* const of_head = states + head * run.count;
+  {
+    // All heads at once, some lanes each: one load is waited for, not one for each head.
+    const int lanes = kThreads / (group > 8 ? 16 : 8);
+    const int head = thread / lanes;
+    const bool present = head < group;
+    float2* const weights = states + head * run.count;
     float largest = -INFINITY;
-#pragma unroll 2
-    for (int i = lane; i < run.count; i += 32) {
-      of_head[i] = __ldcg(workspace.states + slot(i) * group + head);
-      largest = fmaxf(largest, of_head[i].x);
+#pragma unroll 4
+    for (int i = thread % lanes; present && i < run.count; i += lanes) {
+      weights[i] = __ldcg(workspace.states + slot(i) * group + head);
+      largest = fmaxf(largest, weights[i].x);
     }
-    for (int distance = 16; distance > 0; distance /= 2) {
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(transfer::cuda::kFullWarp, largest, distance));
     }
     SoftmaxState total{largest, 0.0F};
-#pragma unroll 1
-    for (int i = lane; i < run.count; i += 32) {
-      const float weight = of_head[i].y > 0.0F ? expf(of_head[i].x - largest) : 0.0F;
-      total.sum += weight * of_head[i].y;
-      of_head[i].x = weight;
+    for (int i = thread % lanes; present && i < run.count; i += lanes) {
+      const float weight = weights[i].y > 0.0F ? expf(weights[i].x - largest) : 0.0F;
+      total.sum += weight * weights[i].y;
+      weights[i].x = weight;
     }
-    total.sum = warp_sum(total.sum);
-    if (item == nullptr) {
-      if (lane == 0) workspace.states[slot(0) * group + head] = {total.max, total.sum};
-      continue;
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+      total.sum += __shfl_xor_sync(transfer::cuda::kFullWarp, total.sum, distance);
     }
-#pragma unroll 1
-    for (int i = lane; i < run.count; i += 32) of_head[i].x *= total.inverse_sum();
-    if (lane == 0 && item->lse != nullptr) {
-      item->lse[(set.kv_head * group + head) * item->lse_stride] = total.lse();
+    if (present && thread % lanes == 0) {
+      if (item == nullptr) {
+        workspace.states[slot(0) * group + head] = {total.max, total.sum};
+      } else if (item->lse != nullptr) {
+        item->lse[(set.kv_head * group + head) * item->lse_stride] = total.lse();
+      }
+    }
+    if (item != nullptr) {
+      for (int i = thread % lanes; present && i < run.count; i += lanes) {
+        weights[i].x *= total.inverse_sum();
+      }
     }
   }
   __syncthreads();  // weights of all heads are there

@@ -42,8 +42,9 @@ struct RowSet {
   set.kv_head = index % request.kv.kv_heads;
   const transfer::QueryToken& query = request.query_batch[set.query_index];
   const transfer::SequenceCounters* counters = request.sequences[query.sequence].counters;
-  const std::int64_t length = counters->length;
-  set.resident_begin = counters->resident_begin;
+  // Past L1: an append may count its tokens between two calls.
+  const std::int64_t length = __ldcg(&counters->length);
+  set.resident_begin = __ldcg(&counters->resident_begin);
   const transfer::AttendedSpans spans = attended_spans(request.rule, length, query);
   int listed = 0;
   if (request.k_known) {

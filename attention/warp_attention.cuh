@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 /// Attention of one warp over tiles of 16 rows, for the up to 8 or 16 query heads of a KV head.
 ///
@@ -38,8 +39,8 @@ struct RowBias {
   const float* per_head = nullptr;  ///< `[entries, heads]`, in global memory.
   int heads = 0;
 
+  /// Where there is one per head.
   [[nodiscard]] __device__ float of(unsigned word, int head) const {
-    if (per_head == nullptr) return __uint_as_float(word);
     if (word == kNone || head >= heads) return 0.0F;
     return __ldg(per_head + std::int64_t{word} * heads + head);
   }
@@ -86,12 +87,12 @@ __device__ void widen_int8(std::byte* tile) {
   __syncwarp();  // rows are written
 }
 
-/// Queries of the group as B fragments, normalised per head by a power of two, and the factor that
-/// turns a product into a logit.
+/// Queries of the group as B fragments, in fp16 normalised per head by a power of two, and the
+/// factor that turns a product into a logit.
 template <typename T, int D, int NT>
 struct QueryFragments {
-  /// 128 registers would not leave enough for the accumulators: those live in shared memory.
-  static constexpr bool kInRegisters = D * NT <= 256;
+  /// Beside the accumulators of 16 heads, registers would not be enough: those of 8 only.
+  static constexpr bool kInRegisters = NT == 1;
   static constexpr int kSteps = D / 16;
   static constexpr int kSharedBytes = kInRegisters ? 0 : kSteps * NT * 32 * 16;
 
@@ -100,7 +101,8 @@ struct QueryFragments {
   float factor[NT][2];  ///< Of heads 8 nt + 2t and 8 nt + 2t + 1.
 
   /// `queries` is `[heads, D]`, heads `stride` apart; heads from `heads` on are zero. Every warp of
-  /// the block calls it with the same arguments; a barrier must follow before `get`.
+  /// the block calls it with the same arguments; a barrier of the block must follow before `get`
+  /// where `kSharedBytes` is not 0.
   __device__ void load(const float* queries, int heads, float scale, uint4* shared_store,
                        int stride = D) {
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -111,22 +113,29 @@ struct QueryFragments {
       const float2* q =
           reinterpret_cast<const float2*>(queries + std::int64_t{head} * stride) + lane % 4;
       const bool present = head < heads;
-      float largest = 0.0F;
-      for (int i = 0; i < kSteps * 2; ++i) {
-        const float2 pair = present ? q[i * 4] : float2{0.0F, 0.0F};
-        largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+      float inverse = 1.0F;
+      factor[nt][0] = factor[nt][1] = scale;
+      if constexpr (std::is_same_v<T, __half>) {
+        float largest = 0.0F;
+        for (int i = 0; i < kSteps * 2; ++i) {
+          const float2 pair = present ? q[i * 4] : float2{0.0F, 0.0F};
+          largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(transfer::cuda::kFullWarp, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(transfer::cuda::kFullWarp, largest, 2));
+        // 2^e and 2^-e with 2^e <= largest < 2^(e + 1), from the exponent bits.
+        const unsigned bits =
+            min(max(__float_as_uint(largest) & 0x7F800000U, 0x00800000U), 0x7E800000U);
+        inverse = __uint_as_float(0x7F000000U - bits);
+        const float logit_factor = __uint_as_float(bits) * scale;
+        factor[nt][0] = __shfl_sync(transfer::cuda::kFullWarp, logit_factor, lane % 4 * 8);
+        factor[nt][1] = __shfl_sync(transfer::cuda::kFullWarp, logit_factor, lane % 4 * 8 + 4);
       }
-      largest = fmaxf(largest, __shfl_xor_sync(transfer::cuda::kFullWarp, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(transfer::cuda::kFullWarp, largest, 2));
-      // 2^e and 2^-e with 2^e <= largest < 2^(e + 1), from the exponent bits.
-      const unsigned bits =
-          min(max(__float_as_uint(largest) & 0x7F800000U, 0x00800000U), 0x7E800000U);
-      const float inverse = __uint_as_float(0x7F000000U - bits);
-      const float logit_factor = __uint_as_float(bits) * scale;
-      factor[nt][0] = __shfl_sync(transfer::cuda::kFullWarp, logit_factor, lane % 4 * 8);
-      factor[nt][1] = __shfl_sync(transfer::cuda::kFullWarp, logit_factor, lane % 4 * 8 + 4);
+      // In shared memory warps share the work.
+      const int first = kInRegisters ? 0 : static_cast<int>(threadIdx.x / 32);
+      const int distance = kInRegisters ? 1 : static_cast<int>(blockDim.x / 32);
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
+      for (int step = first; step < kSteps; step += distance) {
         const float2 x = present ? q[step * 8] : float2{0.0F, 0.0F};
         const float2 y = present ? q[step * 8 + 4] : float2{0.0F, 0.0F};
         const auto b0 = transfer::cuda::split_pair<T>(x.x * inverse, x.y * inverse);
@@ -192,12 +201,22 @@ struct WarpAttention {
       const unsigned second = masks[lane / 4 + 8] >> head;
       const bool seen[4] = {(first & 1U) != 0, (first & 2U) != 0, (second & 1U) != 0,
                             (second & 2U) != 0};
+      float(&x)[4] = logits[nt];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        logits[nt][c] = seen[c] ? soft_cap(logits[nt][c] * queries.factor[nt][c % 2], softcap) +
-                                      bias.of(words[c / 2], head + c % 2)
-                                : -INFINITY;
+      for (int c = 0; c < 4; ++c) x[c] *= queries.factor[nt][c % 2];
+      if (softcap > 0.0F) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) x[c] = soft_cap(x[c], softcap);
       }
+      if (bias.per_head == nullptr) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) x[c] += __uint_as_float(words[c / 2]);
+      } else {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) x[c] += bias.of(words[c / 2], head + c % 2);
+      }
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[c] = seen[c] ? x[c] : -INFINITY;
       softmax(nt, logits[nt]);
       const auto p0 = transfer::cuda::split_pair<T>(logits[nt][0], logits[nt][1]);
       const auto p1 = transfer::cuda::split_pair<T>(logits[nt][2], logits[nt][3]);

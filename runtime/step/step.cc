@@ -1,6 +1,7 @@
 #include "runtime/step/step.h"
 
 #include "attention/flash_decode.h"
+#include "hashing/append.h"
 #include "runtime/sequence/row_cache.h"
 #include "runtime/step/stage_timer.h"
 #include "runtime/step/tiered_attention.h"
@@ -60,7 +61,7 @@ struct Launch {
 
 /// What `read_queries` leaves for the selection.
 struct QueriesRead {
-  std::optional<scoring::QueryInput> unread{};  ///< The selector reads them itself.
+  std::optional<scoring::QueryInput> unread{};  ///< The selector, or attention, reads them itself.
   bool repeated = false;                        ///< What is done has been counted.
   scoring::SelectionPlan plan{};  ///< Nothing is fused where the selector does not choose.
 };
@@ -247,6 +248,12 @@ void Step::attend(const Launch& launch, bool after_append) {
     request.k_known = read.plan.k_known;
     request.top_k = options.params.top_k;
     request.sparsity = options.params.sparsity;
+  } else if (read.unread) {
+    request.items = &read.unread->items;
+    if (read.unread->after_append && request.rule.mode == LayerMode::kDense &&
+        engine_.pools.pages_on_device) {
+      request.appending_tokens = hashing::kMostOverlappedTokens;
+    }
   }
   if (const std::vector<LayerState*> layers = this->layers(launch);
       pages_may_be_evicted() && !TieredLaunch::all_resident(stream(), layers)) {
@@ -344,11 +351,16 @@ QueriesRead Step::read_queries(const Launch& launch, bool after_append, bool rep
   }
   auto* const packed = workspace_.queries.as<float>();
   QueriesRead read{.repeated = repeated};
+  const scoring::QueryInput input{.kv = engine_.kv, .items = items, .after_append = after_append};
   if (!launch.scores()) {
-    transfer::pack_queries(stream(), engine_.kv, items, packed);
+    const bool on_gpu = stream().native() != nullptr;
+    if (on_gpu && !launch.sparse() && !pages_may_be_evicted()) {
+      read.unread = input;
+    } else {
+      transfer::pack_queries(stream(), engine_.kv, items, packed);
+    }
     return read;
   }
-  const scoring::QueryInput input{.kv = engine_.kv, .items = items, .after_append = after_append};
   read.plan =
       workspace_.selector.plan(select_request(launch, read), launch.options().recall_params.active);
   if (read.plan.reads_queries) {

@@ -164,41 +164,44 @@ TEST_F(GraphTest, ReplaysKeepTheRowCache) {
 }
 
 TEST_F(GraphTest, ReplaysOfDenseAndWindowLayersAttendTheGrowingSequence) {
-  Config config = two_layers();
-  config.model.layer_options = {
-      {.mode = LayerMode::kDense},
-      {.mode = LayerMode::kSlidingWindow, .window_tokens = 50},
-  };
-  open(config);
-  session_->reserve(20, stream_->ref());
-  for (int layer = 0; layer < 2; ++layer) {
-    const DeviceCall fixed(call(1));
-    stream_->synchronize();
-    const Graph graph(*stream_, [&] {
-      AttendOutputs outputs = fixed.outputs();
-      outputs.selected = {};
-      session_->decode(layer, fixed.inputs(), outputs, stream_->ref());
-    });
-    for (std::uint64_t i = 0; i < 20; ++i) {
-      CallTensors host = call(50 + i);
-      const DeviceCall next(host);
-      fixed.take_inputs(next, stream_->get());
-      graph.launch(*stream_);
+  for (const KvPlacement placement : {KvPlacement::kHost, KvPlacement::kDevice}) {
+    Config config = two_layers();
+    config.model.layer_options = {
+        {.mode = LayerMode::kDense},
+        {.mode = LayerMode::kSlidingWindow, .window_tokens = 50},
+    };
+    config.memory.placement = placement;
+    open(config);
+    session_->reserve(20, stream_->ref());
+    for (int layer = 0; layer < 2; ++layer) {
+      const DeviceCall fixed(call(1));
       stream_->synchronize();
-      twin_->decode(layer, host.inputs(), host.outputs());
-      const std::vector<std::byte> bytes = fixed.out.download();
-      for (int h = 0; h < model().query_heads; ++h) {
-        std::vector<float> found(64);
-        std::memcpy(found.data(), bytes.data() + static_cast<std::size_t>(h) * 256, 256);
-        const std::vector<float> expected = host.out.row(0, h);
-        // A graph is sized for the capacity, so its sums are split otherwise: fp32 rounding.
-        EXPECT_LT(
-            oracle::relative_error(found, std::vector<double>(expected.begin(), expected.end())),
-            1e-5)
-            << "layer " << layer << " replay " << i << " head " << h;
+      const Graph graph(*stream_, [&] {
+        AttendOutputs outputs = fixed.outputs();
+        outputs.selected = {};
+        session_->decode(layer, fixed.inputs(), outputs, stream_->ref());
+      });
+      for (std::uint64_t i = 0; i < 20; ++i) {
+        CallTensors host = call(50 + i);
+        const DeviceCall next(host);
+        fixed.take_inputs(next, stream_->get());
+        graph.launch(*stream_);
+        stream_->synchronize();
+        twin_->decode(layer, host.inputs(), host.outputs());
+        const std::vector<std::byte> bytes = fixed.out.download();
+        for (int h = 0; h < model().query_heads; ++h) {
+          std::vector<float> found(64);
+          std::memcpy(found.data(), bytes.data() + static_cast<std::size_t>(h) * 256, 256);
+          const std::vector<float> expected = host.out.row(0, h);
+          // A graph is sized for the capacity, so its sums are split otherwise: fp32 rounding.
+          EXPECT_LT(
+              oracle::relative_error(found, std::vector<double>(expected.begin(), expected.end())),
+              1e-5)
+              << "layer " << layer << " replay " << i << " head " << h;
+        }
       }
+      session_->advance(layer, 20);
     }
-    session_->advance(layer, 20);
   }
 }
 

@@ -18,8 +18,15 @@ class NonfinitePlaceTest : public ::testing::Test {
 
   void SetUp() override {
     if (const auto why = why_unusable(Backend::kCuda)) GTEST_SKIP() << *why;
+    open(LayerMode::kSparse);
+  }
+
+  /// The second layer has this mode.
+  void open(LayerMode mode) {
+    session_.reset();
     Config config = small_config(Backend::kCuda);
     config.model.layers = 2;
+    config.model.layer_options = {{}, {.mode = mode}};
     engine_.emplace(config);
     session_.emplace(engine_->open());
     for (int layer = 0; layer < 2; ++layer) {
@@ -56,16 +63,19 @@ class NonfinitePlaceTest : public ::testing::Test {
 };
 
 TEST_F(NonfinitePlaceTest, IsThatOfAStep) {
-  for (const std::string name : {"keys or values", "the query"}) {
-    const std::int64_t length = session_->length(1);
-    for (int step = 0; step < 3; ++step) {
-      const DeviceCall device = call(1);
-      if (step == 2) poke(name == "the query" ? device.query : device.value);
-      session_->decode(1, device.inputs(), device.outputs(), stream_->ref());
-      stream_->synchronize();  // the tensors end here
+  for (const LayerMode mode : {LayerMode::kSparse, LayerMode::kDense}) {
+    open(mode);
+    for (const std::string name : {"keys or values", "the query"}) {
+      const std::int64_t length = session_->length(1);
+      for (int step = 0; step < 3; ++step) {
+        const DeviceCall device = call(1);
+        if (step == 2) poke(name == "the query" ? device.query : device.value);
+        session_->decode(1, device.inputs(), device.outputs(), stream_->ref());
+        stream_->synchronize();  // the tensors end here
+      }
+      expect_named(1, name, length + 2);
+      session_->truncate(length, stream_->ref());
     }
-    expect_named(1, name, length + 2);
-    session_->truncate(length, stream_->ref());
   }
 }
 

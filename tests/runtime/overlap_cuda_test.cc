@@ -19,6 +19,7 @@ struct OverlapCase {
   RetrievalConfig retrieval;
   KvPlacement placement = KvPlacement::kHost;
   double recall = 0.0;
+  LayerMode mode = LayerMode::kSparse;
 };
 
 std::ostream& operator<<(std::ostream& out, const OverlapCase& c) { return out << c.name; }
@@ -57,6 +58,11 @@ std::vector<OverlapCase> overlap_cases() {
       {"Recall", 6000, 8, 2, 128, norm_aware(SketchCode::kSign, SelectionRule::kTopK),
        KvPlacement::kHost, 0.9},
       {"Short", 700, 8, 2, 64, with(usual, 64)},
+      // The first step has a tile of 16 rows more than the prompt.
+      {"Dense", 6000, 16, 4, 128, usual, KvPlacement::kDevice, 0.0, LayerMode::kDense},
+      {"DenseWideGroup", 2048, 16, 1, 128, usual, KvPlacement::kDevice, 0.0, LayerMode::kDense},
+      {"DenseShort", 16, 8, 2, 64, usual, KvPlacement::kDevice, 0.0, LayerMode::kDense},
+      {"Window", 6000, 16, 4, 128, usual, KvPlacement::kDevice, 0.0, LayerMode::kSlidingWindow},
   };
 }
 
@@ -70,6 +76,10 @@ Config config_of(const OverlapCase& c) {
   config.memory.host_bytes = 64 * MiB;
   config.memory.max_session_tokens = 8192;
   config.memory.placement = c.placement;
+  if (c.mode != LayerMode::kSparse) {
+    config.model.layer_options.assign(
+        2, {.mode = c.mode, .window_tokens = c.mode == LayerMode::kSlidingWindow ? 1000 : 0});
+  }
   config.retrieval = c.retrieval;
   return config;
 }

@@ -138,6 +138,7 @@ class CopyBarrier {
                    : "memory");
     }
     __syncwarp();
+#pragma unroll 1
     for (int i = lane; i < count; i += 32) {
       asm volatile(
           "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
