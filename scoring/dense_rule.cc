@@ -25,7 +25,7 @@ PathCost cost_of(const LaunchCost& cost) {
       return {.fixed_us = 150.0, .pair_ps = narrow ? 95.0 : 240.0};
     default:
       return narrow ? PathCost{.fixed_us = 55.0, .pair_ps = 26.0}
-                    : PathCost{.fixed_us = 70.0, .pair_ps = 36.0};
+                    : PathCost{.fixed_us = 62.0, .pair_ps = 36.0};
   }
 }
 
@@ -37,7 +37,7 @@ double rows_us(double pairs, const LaunchCost& cost) {
 }  // namespace
 
 double expected_dense_us(const LaunchCost& cost) {
-  const double fixed_us = cost.group <= kNarrowGroup ? 26.0 : 47.0;
+  const double fixed_us = cost.group <= kNarrowGroup ? 22.0 : 30.0;
   return fixed_us + rows_us(cost.pairs, cost);
 }
 
