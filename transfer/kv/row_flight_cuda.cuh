@@ -15,9 +15,8 @@ namespace kvtier::transfer::cuda {
 
 inline constexpr int kWarpLanes = 32;
 
-/// Rows that a warp has on the way at a time, cached ones and beside them fetched ones: of the
-/// common size as many as it mostly has of 2,048 in 128 sets, so that nothing is asked for after
-/// something else has come; elsewhere what fits in registers.
+/// Rows that a warp has on the way at a time, cached ones and others: of the common size as many
+/// cached ones as it mostly has of 2,048 in 128 sets, elsewhere what fits in registers.
 template <int HeadDim>
 constexpr int kCachedFlight = HeadDim == 64    ? 32
                               : HeadDim == 96  ? 12
@@ -64,6 +63,11 @@ class Flight {
       }
     }
   }
+  /// To two places each.
+  __device__ void store(std::byte* to, std::byte* also_to, int first, int end) const {
+    store(to, first, end);
+    store(also_to, first, end);
+  }
   /// What this lane has of a row adds to its check (transfer/kv/row_checks.h).
   [[nodiscard]] __device__ std::uint32_t check_sum(int row) const {
     std::uint32_t sum = 0;
@@ -95,12 +99,78 @@ class Flight {
   uint4 values_[kLoads];
 };
 
+/// Up to `kRows` rows of int8 pages in the registers of a warp, of those whose sources lanes hold:
+/// read as they lie, written as bf16. A lane has `Loads` pieces of sixteen elements.
+template <int HeadDim, int Loads>
+class Int8PageFlight {
+  static constexpr int kPieces = HeadDim / 8;
+
+ public:
+  static constexpr int kRows = Loads * kWarpLanes / kPieces;
+  static_assert(0 < kRows && kRows <= kWarpLanes, "a lane holds one source");
+
+  /// The rows of lanes [first, end), as far as they fit.
+  __device__ void load(const RowSource& from, int first, int end) {
+    const int own = static_cast<int>(threadIdx.x % kWarpLanes);
+    if (first <= own && own < min(end, first + kRows)) scales_ = load_scales(from.scales);
+#pragma unroll
+    for (int i = 0; i < Loads; ++i) {
+      const int row = unit(i) / kPieces;
+      const std::byte* const bytes = from_lane(from.bytes, first + row);
+      if (row < kRows && first + row < end) {
+        values_[i] = load_past_l1(bytes + unit(i) % kPieces * 16);
+      }
+    }
+  }
+  /// To two places each; null: not there.
+  __device__ void store(std::byte* to, std::byte* also_to, int first, int end) const {
+#pragma unroll
+    for (int i = 0; i < Loads; ++i) {
+      const int row = unit(i) / kPieces;
+      const int piece = unit(i) % kPieces;
+      const int lane = first + row;
+      const float keys = __shfl_sync(kAllLanes, scales_.x, lane % kWarpLanes);
+      const float values = __shfl_sync(kAllLanes, scales_.y, lane % kWarpLanes);
+      std::byte* const places[] = {from_lane(to, lane), from_lane(also_to, lane)};
+      if (row >= kRows || lane >= end) continue;
+      const float scale = 2 * piece < kPieces ? keys : values;
+      const uint4 low = from_int8(values_[i].x, values_[i].y, scale);
+      const uint4 high = from_int8(values_[i].z, values_[i].w, scale);
+#pragma unroll
+      for (std::byte* const place : places) {
+        if (place == nullptr) continue;
+        reinterpret_cast<uint4*>(place)[2 * piece] = low;
+        reinterpret_cast<uint4*>(place)[2 * piece + 1] = high;
+      }
+    }
+  }
+
+ private:
+  static constexpr unsigned kAllLanes = 0xFFFFFFFFU;
+
+  static __device__ int unit(int i) {
+    return i * kWarpLanes + static_cast<int>(threadIdx.x % kWarpLanes);
+  }
+  static __device__ float2 load_scales(const float* from) {
+    float2 v;
+    asm volatile("ld.global.L1::no_allocate.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(v.x), "=f"(v.y)
+                 : "l"(from)
+                 : "memory");
+    return v;
+  }
+
+  uint4 values_[Loads];
+  float2 scales_{};  ///< Of this lane's row.
+};
+
 /// Rows of 16 bits everywhere.
 template <int HeadDim>
 struct PlainRows {
   using Source = const std::byte*;
   using CachedFlight = Flight<HeadDim, kCachedFlight<HeadDim>>;
   using FetchFlight = Flight<HeadDim, kFetchFlight<HeadDim>>;
+  using PageFlight = Flight<HeadDim, 4>;  ///< Of rows in pages alone, few.
 
   static __device__ Source in_slot(const std::byte* slot) { return slot; }
   static __device__ Source of_token(const KvGeometry& geometry, const SequenceView& sequence,
@@ -115,6 +185,7 @@ struct Int8Rows {
   using Source = RowSource;
   using CachedFlight = Int8Flight<HeadDim, 4>;
   using FetchFlight = Int8Flight<HeadDim, 2>;
+  using PageFlight = Int8PageFlight<HeadDim, 4>;
 
   static __device__ Source in_slot(const std::byte* slot) { return {slot, nullptr}; }
   static __device__ Source of_token(const KvGeometry& geometry, const SequenceView& sequence,

@@ -20,22 +20,16 @@ using cuda::PlainRows;
 using cuda::WarpSet;
 
 constexpr unsigned kWarp = 32;
-/// Warps of a block that have a set each, and one more that counts: a warp that waits for the
-/// counters of other blocks would also wait for the rows that it has asked for.
+/// Warps of a block that have a set each; beside them one that fetches the rows that these miss,
+/// and one that counts and says where rows are.
 constexpr unsigned kWarps = 8;
-constexpr unsigned kThreads = (kWarps + 1) * kWarp;
+constexpr unsigned kFetchingWarp = kWarps;
+constexpr unsigned kThreads = (kWarps + 2) * kWarp;
 constexpr unsigned kForgetThreads = 256;
 constexpr unsigned kAllLanes = WarpSet::kAllLanes;
 /// Ids that a block looks at together.
 constexpr int kThreadIds = 8;
 constexpr int kTileIds = kThreadIds * static_cast<int>(kWarps * kWarp);
-
-/// A row on its way; a lane holds one.
-template <typename Source>
-struct MovingRow {
-  Source from{};
-  std::byte* to = nullptr;
-};
 
 /// A row that a list of ids names.
 struct ListedRow {
@@ -45,10 +39,24 @@ struct ListedRow {
   std::uint32_t mask : 16;   ///< Of query heads.
 };
 
+/// A row that a warp copies.
+struct WantedRow {
+  std::int32_t token;   ///< Below 0: the row in way -1 - `token` of the set.
+  std::uint16_t heads;  ///< Query heads that chose it.
+  std::int16_t way;     ///< That it gets in the set; below 0: none.
+  std::int64_t entry;   ///< Of the staging area.
+};
+/// Of a set.
+struct WantedRows {
+  WantedRow missing[kSetWays];  ///< To be kept in the set, in the order of query rows and ids.
+  WantedRow ready[kWarp];       ///< Others.
+  int num_missing;
+};
+
 /// The rows of a tile of ids that belong to the sets of a block, in the order of ids.
 struct Tile {
   ListedRow rows[kTileIds];
-  int warp_rows[kWarps + 1];  ///< Of the ids that a warp has looked at.
+  int warp_rows[kWarps];  ///< Of the ids that a warp has looked at.
 };
 
 /// Sums of a warp or a block, in the order of `RowCacheTotals`.
@@ -66,8 +74,11 @@ enum Sum {
   kPrefetchedWasted
 };
 
-/// Finds the rows of a tile of `count` ids that belong to the block's sets. All threads of the
-/// block call it; returns how many there are.
+/// Between the warps with sets.
+__device__ void sync_finders() { asm volatile("bar.sync 3, %0;" ::"n"(kWarps * kWarp) : "memory"); }
+
+/// Finds the rows of a tile of `count` ids that belong to the block's sets. All warps with sets
+/// call it; returns how many there are.
 __device__ int read_tile(const std::int32_t* ids, const std::uint16_t* masks, int count,
                          int num_sets, Tile& tile) {
   const int lane = static_cast<int>(threadIdx.x % kWarp);
@@ -97,13 +108,13 @@ __device__ int read_tile(const std::int32_t* ids, const std::uint16_t* masks, in
     found[j] = __ballot_sync(kAllLanes, owner[j] >= 0);
     mine += __popc(found[j]);
   }
-  __syncthreads();  // no warp reads the tile before any more
+  sync_finders();  // no warp reads the tile before any more
   if (lane == 0) tile.warp_rows[warp] = mine;
-  __syncthreads();  // the counts of all warps are there
+  sync_finders();  // the counts of all warps are there
   int at = 0;
   int all = 0;
 #pragma unroll
-  for (int w = 0; w <= static_cast<int>(kWarps); ++w) {
+  for (int w = 0; w < static_cast<int>(kWarps); ++w) {
     if (w < warp) at += tile.warp_rows[w];
     all += tile.warp_rows[w];
   }
@@ -117,7 +128,7 @@ __device__ int read_tile(const std::int32_t* ids, const std::uint16_t* masks, in
     }
     at += __popc(found[j]);
   }
-  __syncthreads();  // the tile is complete
+  sync_finders();  // the tile is complete
   return all;
 }
 
@@ -133,10 +144,11 @@ enum class Found {
 template <typename Rows, Found kFound>
 class SetGather {
   static constexpr bool kPrefetches = kFound == Found::kStays;
+  static constexpr bool kCopies = kFound == Found::kCopied;
 
  public:
   __device__ SetGather(const KvGeometry& geometry, const RowCacheGather& gather, int set, int head,
-                       int sequence)
+                       int sequence, WantedRows& wanted)
       : geometry_(geometry),
         gather_(gather),
         set_(set),
@@ -146,71 +158,64 @@ class SetGather {
         resident_begin_(sequence_.counters->resident_begin),
         lane_(static_cast<int>(threadIdx.x % kWarp)),
         slots_(slots_of(geometry, gather, set, head, sequence)),
-        open_(set_of(gather, set, head, sequence), gather.shape.policy, kPrefetches) {}
+        open_(set_of(gather, set, head, sequence), gather.shape.policy, kPrefetches),
+        wanted_(wanted) {}
 
-  /// Called by all threads of the block.
+  /// Called by all warps with sets.
   __device__ void look_for_all(Tile& tile) {
     for (int r = 0; r < gather_.query_batch.count; ++r) {
       if (gather_.query_batch[r].sequence == number_) look_for_row(r, tile);
     }
+    if (lane_ == 0) wanted_.num_missing = num_missing_;
+    __syncwarp();  // the rows wanted are written
   }
 
   /// Gives missing rows their ways.
   __device__ void admit_all() {
     if (slots_ == nullptr) return;
-    if constexpr (!kPrefetches) sums_[kPrefetchedUseful] += open_.count_uses();
+    if constexpr (!kPrefetches) add(kPrefetchedUseful, open_.count_uses());
     int num_kept = 0;
     for (int i = 0; i < num_missing_; ++i) {
-      const std::int32_t token = __shfl_sync(kAllLanes, missing_token_, i);
+      const std::int32_t token = wanted_.missing[i].token;
       if (open_.holds(token)) continue;  // for an earlier query
       bool evicts = false;
-      const int way = open_.admit(token, __shfl_sync(kAllLanes, missing_heads_, i), evicts);
+      const int way = open_.admit(token, wanted_.missing[i].heads, evicts);
       if (way < 0) continue;
-      if (lane_ == (kPrefetches ? num_kept : i)) missing_slot_ = slot(way);
-      if (kPrefetches && lane_ == num_kept) missing_ = {source(token), nullptr};
+      // Of the rows to prefetch no other is read.
+      WantedRow& row = wanted_.missing[kPrefetches ? num_kept : i];
+      if (lane_ == 0) {
+        row.token = token;
+        row.way = static_cast<std::int16_t>(way);
+      }
       ++num_kept;
-      if (evicts) ++sums_[kEvictions];
+      if (evicts) add(kEvictions, 1);
     }
-    if constexpr (kPrefetches) {
-      sums_[kPrefetched] += static_cast<unsigned>(num_kept);
-      num_missing_ = num_kept;  // no other is read
-    } else {
-      sums_[kAdmissions] += static_cast<unsigned>(num_kept);
-    }
-    sums_[kPrefetchedWasted] += open_.num_wasted();
+    if (kPrefetches && lane_ == 0) wanted_.num_missing = num_kept;
+    add(kPrefetches ? kPrefetched : kAdmissions, num_kept);
+    add(kPrefetchedWasted, open_.num_wasted());
     open_.close();
   }
 
-  /// All that can be asked for at once is, cached rows first: they come first.
-  __device__ void copy_all() {
-    FetchFlight fetched;
-    if constexpr (kFound == Found::kCopied) {
-      CachedFlight cached;
-      cached.load(ready_.from, 0, num_ready_);
-      fetched.load(missing_.from, 0, num_missing_);
-      cached.store(ready_.to, 0, num_ready_);
-      for (int first = kCached; first < num_ready_; first += kCached) copy_ready(first);
-    } else {
-      fetched.load(missing_.from, 0, num_missing_);
-      for (int first = 0; first < num_ready_; first += kCached) copy_ready(first);
-    }
-    keep(fetched, 0);
-    for (int first = kFetch; first < num_missing_; first += kFetch) {
-      fetched.load(missing_.from, first, num_missing_);
-      keep(fetched, first);
+  /// Copies those that are not missing.
+  __device__ void copy_ready() {
+    const Source from = ready_source();
+    std::byte* const to = ready_target();
+    for (int first = 0; first < num_ready_; first += kCached) {
+      CachedFlight flight;
+      flight.load(from, first, num_ready_);
+      flight.store(to, first, num_ready_);
     }
   }
 
-  __device__ unsigned sum(int i) const { return sums_[i]; }
+  /// The sum of which this lane has the number.
+  [[nodiscard]] __device__ unsigned sum_of_lane() const { return sum_; }
 
  private:
   using Source = typename Rows::Source;
-  using FetchFlight = typename Rows::FetchFlight;
   /// Without rows to copy from slots, what is ready are few rows of other places, if any.
   using CachedFlight =
-      std::conditional_t<kFound == Found::kCopied, typename Rows::CachedFlight, FetchFlight>;
+      std::conditional_t<kCopies, typename Rows::CachedFlight, typename Rows::FetchFlight>;
   static constexpr int kCached = CachedFlight::kRows;
-  static constexpr int kFetch = FetchFlight::kRows;
 
   static __device__ RowCacheSet* set_of(const RowCacheGather& gather, int set, int head,
                                         int sequence) {
@@ -233,7 +238,7 @@ class SetGather {
     const int count =
         kPrefetches ? selected
                     : static_cast<int>(min(std::int64_t{selected}, selection.staged_capacity));
-    if (!kPrefetches && set_ == 0) sums_[kSelected] += static_cast<unsigned>(selected);
+    if (!kPrefetches && set_ == 0) add(kSelected, selected);
     const std::int64_t ids = list * selection.capacity;
     for (int first = 0; first < count; first += kTileIds) {
       const int rows = read_tile(selection.ids + ids + first, selection.head_mask + ids + first,
@@ -247,84 +252,79 @@ class SetGather {
     const std::uint32_t warp = threadIdx.x / kWarp;
     for (int first = 0; first < rows; first += static_cast<int>(kWarp)) {
       const int i = first + lane_;
-      unsigned found = __ballot_sync(kAllLanes, i < rows && tile.rows[i].warp == warp);
-      while (found != 0) {
-        const ListedRow& row = tile.rows[first + __ffs(static_cast<int>(found)) - 1];
-        found &= found - 1;
-        const auto heads = static_cast<std::uint32_t>(__popc(row.mask));
-        if constexpr (kPrefetches) {
-          look_up_prefetched(row.token, heads);
-        } else {
-          const std::int64_t at = entry + row.place;
-          const int way = look_for(row.token, heads, at);
-          if (kFound == Found::kPlaced && lane_ == 0) {
-            gather_.places.unordered[at] = {way < 0 ? -1 : set_ * kSetWays + way, row.mask};
-          }
-        }
+      ListedRow row{};
+      if (i < rows) row = tile.rows[i];
+      const bool mine = i < rows && row.warp == warp;
+      if (__any_sync(kAllLanes, mine) != 0) look_for(row, mine, entry + row.place);
+    }
+  }
+
+  /// Looks for the rows of those lanes that have one in this set.
+  __device__ void look_for(const ListedRow& row, bool mine, std::int64_t entry) {
+    const auto heads = static_cast<std::uint32_t>(__popc(row.mask));
+    const bool in_page = mine && !row_is_resident(geometry_, resident_begin_, row.token);
+    const unsigned in_pages = __ballot_sync(kAllLanes, in_page);
+    int way = -1;
+    for (unsigned left = in_pages; left != 0; left &= left - 1) {
+      const int lane = __ffs(static_cast<int>(left)) - 1;
+      const int found =
+          open_.find(__shfl_sync(kAllLanes, row.token, lane), __shfl_sync(kAllLanes, heads, lane));
+      if (lane == lane_) way = found;
+    }
+    if constexpr (kFound == Found::kPlaced) {
+      if (mine) {
+        gather_.places.unordered[entry] = {way < 0 ? -1 : set_ * kSetWays + way, row.mask};
       }
     }
+    const bool hit = way >= 0;
+    const bool missing = in_page && !hit;
+    const unsigned all_missing = __ballot_sync(kAllLanes, missing);
+    const int number = num_missing_ + __popc(all_missing & ((1U << lane_) - 1));
+    const bool kept = missing && slots_ != nullptr && number < kSetWays;
+    if (kept) wanted_.missing[number] = {row.token, static_cast<std::uint16_t>(heads), -1, entry};
+    if constexpr (!kPrefetches) {
+      const unsigned hits = __ballot_sync(kAllLanes, hit);
+      const unsigned resident = __ballot_sync(kAllLanes, mine && !in_page);
+      add(kHits, __popc(hits));
+      add(kResident, __popc(hits | resident));
+      add(kFetched, __popc(all_missing));
+      if (slots_ != nullptr) add(kMisses, __popc(all_missing));
+      const bool ready = mine && !kept && (kCopies || !hit);
+      put_ready(ready, {hit ? -1 - way : row.token, 0, -1, entry});
+    }
+    if (slots_ != nullptr) num_missing_ = min(num_missing_ + __popc(all_missing), kSetWays);
   }
 
-  /// Returns the way of the row, -1 when it has none.
-  __device__ int look_for(std::int32_t token, std::uint32_t heads, std::int64_t entry) {
-    std::byte* const to = gather_.selection.staged + entry * geometry_.row_bytes();
-    if (row_is_resident(geometry_, resident_begin_, token)) {
-      ++sums_[kResident];
-      put_ready(source(token), to);
-      return -1;
-    }
-    const int way = slots_ == nullptr ? -1 : open_.find(token, heads);
-    if (way >= 0) {
-      ++sums_[kHits];
-      ++sums_[kResident];
-      if constexpr (kFound == Found::kCopied) put_ready(Rows::in_slot(slot(way)), to);
-      return way;
-    }
-    ++sums_[kFetched];
-    if (slots_ != nullptr) ++sums_[kMisses];
-    if (slots_ == nullptr || num_missing_ == kSetWays) {
-      put_ready(source(token), to);
-      return -1;
-    }
-    if (lane_ == num_missing_) {
-      missing_ = {source(token), to};
-      missing_token_ = token;
-      missing_heads_ = heads;
-    }
-    ++num_missing_;
-    return -1;
-  }
-
-  __device__ void look_up_prefetched(std::int32_t token, std::uint32_t heads) {
-    if (slots_ == nullptr || row_is_resident(geometry_, resident_begin_, token)) return;
-    if (open_.find(token, heads) >= 0 || num_missing_ == kSetWays) return;
-    if (lane_ == num_missing_) {
-      missing_token_ = token;
-      missing_heads_ = heads;
-    }
-    ++num_missing_;
-  }
-
-  __device__ void put_ready(const Source& from, std::byte* to) {
-    if (num_ready_ == static_cast<int>(kWarp)) {
-      for (int first = 0; first < num_ready_; first += kCached) copy_ready(first);
+  __device__ void put_ready(bool here, const WantedRow& row) {
+    const unsigned all = __ballot_sync(kAllLanes, here);
+    if (all == 0) return;
+    if (num_ready_ + __popc(all) > static_cast<int>(kWarp)) {
+      __syncwarp();  // the rows before are written
+      copy_ready();
+      __syncwarp();  // no lane reads them any more
       num_ready_ = 0;
     }
-    if (lane_ == num_ready_) ready_ = {from, to};
-    ++num_ready_;
+    if (here) wanted_.ready[num_ready_ + __popc(all & ((1U << lane_) - 1))] = row;
+    num_ready_ += __popc(all);
   }
-  __device__ void copy_ready(int first) {
-    CachedFlight flight;
-    flight.load(ready_.from, first, num_ready_);
-    flight.store(ready_.to, first, num_ready_);
+  /// Of this lane's row; of none where it has none.
+  [[nodiscard]] __device__ Source ready_source() const {
+    if (lane_ >= num_ready_) return {};
+    const std::int32_t token = wanted_.ready[lane_].token;
+    return token < 0 ? Rows::in_slot(slot(-1 - token)) : source(token);
   }
-  __device__ void keep(const FetchFlight& fetched, int first) {
-    fetched.store(missing_.to, first, num_missing_);
-    fetched.store(missing_slot_, first, num_missing_);
+  [[nodiscard]] __device__ std::byte* ready_target() const {
+    return lane_ < num_ready_ ? staged_at(wanted_.ready[lane_].entry) : nullptr;
+  }
+  __device__ void add(Sum which, int n) {
+    if (lane_ == which) sum_ += static_cast<unsigned>(n);
   }
 
   [[nodiscard]] __device__ Source source(std::int64_t token) const {
     return Rows::of_token(geometry_, sequence_, resident_begin_, head_, token);
+  }
+  [[nodiscard]] __device__ std::byte* staged_at(std::int64_t entry) const {
+    return gather_.selection.staged + entry * geometry_.row_bytes();
   }
   [[nodiscard]] __device__ std::byte* slot(int way) const {
     return slots_ + way * geometry_.row_bytes();
@@ -340,18 +340,109 @@ class SetGather {
   int lane_;
   std::byte* slots_;
   WarpSet open_;
-  // What lanes hold: rows that are cached, resident or not kept, and rows that are missing.
-  MovingRow<Source> ready_;
-  MovingRow<Source> missing_;
-  std::int32_t missing_token_ = -1;
-  std::uint32_t missing_heads_ = 0;
-  std::byte* missing_slot_ = nullptr;
+  WantedRows& wanted_;
   int num_ready_ = 0;
   int num_missing_ = 0;
-  unsigned sums_[kSums] = {};
+  unsigned sum_ = 0;
 };
 
-/// Adds a block's sums to those of the launch; the last block tells the host and clears them.
+/// The rows that the sets of a block miss, on their way from pages to slots and to staging. One
+/// warp's, with 2 KiB of them on the way at a time: together the blocks of a launch keep the link
+/// busy, and what is more than that would only delay reads of device memory, those of attention
+/// among them.
+template <typename Rows, Found kFound>
+class MissingRows {
+ public:
+  __device__ MissingRows(const KvGeometry& geometry, const RowCacheGather& gather,
+                         const WantedRows* wanted, int head, int sequence)
+      : geometry_(geometry),
+        gather_(gather),
+        wanted_(wanted),
+        head_(head),
+        number_(sequence),
+        sequence_(gather.sequences[sequence]),
+        resident_begin_(sequence_.counters->resident_begin),
+        lane_(static_cast<int>(threadIdx.x % kWarp)) {}
+
+  /// Asks for the first ones: they are known.
+  __device__ void start() {
+    for (int w = 0; w < static_cast<int>(kWarps); ++w) {
+      const int num_missing = wanted_[w].num_missing;
+      if (lane_ == w) first_ = num_rows_;
+      num_rows_ += num_missing;
+    }
+    find(0);
+    flight_.load(from_, 0, num_rows_);
+  }
+  /// Brings all to their places, which are known.
+  __device__ void finish() {
+    constexpr int kLanes = static_cast<int>(kWarp);
+    for (int first = 0; first < num_rows_; first += kLanes) {
+      if (first > 0) find(first);
+      place();
+      const int end = min(num_rows_ - first, kLanes);
+      for (int i = 0; i < end; i += Flight::kRows) {
+        if (first + i > 0) flight_.load(from_, i, end);
+        flight_.store(staged_, slot_, i, end);
+      }
+    }
+  }
+
+ private:
+  using Flight = typename Rows::PageFlight;
+
+  /// Lane i finds row first + i.
+  __device__ void find(int first) {
+    const int number = first + lane_;
+    int set = 0;
+    int begin = 0;
+#pragma unroll
+    for (int w = 1; w < static_cast<int>(kWarps); ++w) {
+      const int first_of_set = __shfl_sync(kAllLanes, first_, w);
+      if (first_of_set > number) continue;
+      set = w;
+      begin = first_of_set;
+    }
+    row_ = nullptr;
+    if (number >= num_rows_) return;
+    set_ = set;
+    row_ = &wanted_[set].missing[number - begin];
+    from_ = Rows::of_token(geometry_, sequence_, resident_begin_, head_, row_->token);
+  }
+  __device__ void place() {
+    staged_ = slot_ = nullptr;
+    if (row_ == nullptr) return;
+    const std::int64_t row_bytes = geometry_.row_bytes();
+    if constexpr (kFound != Found::kStays) {
+      staged_ = gather_.selection.staged + row_->entry * row_bytes;
+    }
+    if (row_->way < 0) return;
+    const std::int64_t set =
+        std::int64_t{head_} * gather_.shape.num_sets + blockIdx.x * kWarps + set_;
+    slot_ = gather_.row_cache[number_].slots + (set * kSetWays + row_->way) * row_bytes;
+  }
+
+  const KvGeometry& geometry_;
+  const RowCacheGather& gather_;
+  const WantedRows* wanted_;  ///< Of each set.
+  int head_;
+  int number_;
+  const SequenceView& sequence_;
+  std::int64_t resident_begin_;
+  int lane_;
+  int num_rows_ = 0;
+  int first_ = 0;  ///< Lane w: the number of the first row of set w.
+  // Of this lane's row.
+  const WantedRow* row_ = nullptr;
+  int set_ = 0;
+  typename Rows::Source from_{};
+  std::byte* staged_ = nullptr;
+  std::byte* slot_ = nullptr;
+  Flight flight_;
+};
+
+/// Adds a block's sums to those of the launch; the last block tells the host and clears them. A
+/// warp's.
 __device__ void add_sums(const RowCacheGather& gather, const unsigned (&sums)[kSums]) {
   RowCacheTotals& totals = *gather.totals;
   unsigned long long* const all[kSums] = {&totals.selected,
@@ -364,35 +455,56 @@ __device__ void add_sums(const RowCacheGather& gather, const unsigned (&sums)[kS
                                           &totals.prefetched,
                                           &totals.prefetched_useful,
                                           &totals.prefetched_wasted};
-#pragma unroll
-  for (int i = 0; i < kSums; ++i) {
-    if (sums[i] != 0) atomicAdd(all[i], static_cast<unsigned long long>(sums[i]));
-  }
-  __threadfence();  // the additions are seen by the block that sees this one done
-  if (atomicAdd(&totals.blocks_done, 1U) + 1 != gridDim.x * gridDim.y * gridDim.z) return;
-  __threadfence();
   StepFlags& flags = *gather.flags;
   std::uint64_t* const counters[kSums] = {
       &flags.rows_selected,         &flags.rows_resident,    &flags.rows_fetched_host,
       &flags.row_cache_hits,        &flags.row_cache_misses, &flags.row_cache_evictions,
       &flags.row_cache_admissions,  &flags.rows_prefetched,  &flags.rows_prefetched_useful,
       &flags.rows_prefetched_wasted};
+  const int lane = static_cast<int>(threadIdx.x % kWarp);
+  unsigned long long* total = nullptr;  // a lane has one of them
+  std::uint64_t* counter = nullptr;
 #pragma unroll
-  for (int i = 0; i < kSums; ++i) cuda::raise(counters[i], atomicExch(all[i], 0ULL));
-  totals.blocks_done = 0;
+  for (int i = 0; i < kSums; ++i) {
+    if (lane == i) {
+      total = all[i];
+      counter = counters[i];
+    }
+  }
+  if (total != nullptr && sums[lane] != 0) {
+    atomicAdd(total, static_cast<unsigned long long>(sums[lane]));
+  }
+  __threadfence();  // the additions are seen by the block that sees this one done
+  __syncwarp();
+  unsigned done = 0;
+  if (lane == 0) done = atomicAdd(&totals.blocks_done, 1U);
+  if (__shfl_sync(kAllLanes, done, 0) + 1 != gridDim.x * gridDim.y * gridDim.z) return;
+  __threadfence();
+  if (total != nullptr) cuda::raise(counter, atomicExch(total, 0ULL));
+  if (lane == 0) totals.blocks_done = 0;
 }
 
-/// Workers of a block go on; the warp that counts waits for their sums.
-__device__ void hand_in_sums() { asm volatile("bar.arrive 1, %0;" ::"n"(kThreads) : "memory"); }
-__device__ void wait_for_sums() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+/// What the warps with sets hand to the others of the block, and then go on.
+enum class Work : int { kFind = 1, kAdmit = 2 };
+template <Work kWork>
+__device__ void hand_in() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(static_cast<int>(kWork)), "n"(kThreads) : "memory");
+}
+template <Work kWork>
+__device__ void wait_for() {
+  asm volatile("bar.sync %0, %1;" ::"n"(static_cast<int>(kWork)), "n"(kThreads) : "memory");
+}
 
-/// A warp per set, and one that counts and says where rows are. Block (x, KV head, sequence),
-/// `kWarps` sets. Where rows are placed its registers leave room for the blocks that attend.
+/// A warp per set, one that fetches what all of them miss, and one that counts and says where rows
+/// are. Block (x, KV head, sequence), `kWarps` sets. Rows are asked for as soon as it is known
+/// which are missing; they get their slots while they are on the way. Where rows are placed its
+/// registers leave room for the blocks that attend.
 template <typename Rows, Found kFound>
 __global__ void __launch_bounds__(kThreads, kFound == Found::kPlaced ? 2 : 1)
     gather_cached_rows_kernel(const __grid_constant__ KvGeometry geometry,
                               const __grid_constant__ RowCacheGather gather) {
   __shared__ Tile tile;
+  __shared__ WantedRows wanted[kWarps];
   __shared__ unsigned sums[kSums];
   if (threadIdx.x < kSums) sums[threadIdx.x] = 0;
   __syncthreads();  // the sums are zero before any warp adds to them
@@ -405,30 +517,35 @@ __global__ void __launch_bounds__(kThreads, kFound == Found::kPlaced ? 2 : 1)
   cuda::let_next_start();
 
   const unsigned warp = threadIdx.x / kWarp;
-  const int set = static_cast<int>(blockIdx.x * kWarps + warp);
-  const bool works = warp < kWarps && set < gather.shape.num_sets;
-  // A warp without a set reads ids with the others, and finds nothing for itself.
-  SetGather<Rows, kFound> mine(geometry, gather, works ? set : gather.shape.num_sets - 1, head,
-                               sequence);
-  mine.look_for_all(tile);
-  if (works) {
-    mine.admit_all();
-    if (threadIdx.x % kWarp == 0) {
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        if (mine.sum(i) != 0) atomicAdd(&sums[i], mine.sum(i));
-      }
-    }
-  }
   if (warp < kWarps) {
-    __threadfence_block();  // the sums are seen by the warp that counts
-    hand_in_sums();
-    if (works) mine.copy_all();
+    const int set = static_cast<int>(blockIdx.x * kWarps + warp);
+    const bool works = set < gather.shape.num_sets;
+    // A warp without a set reads ids with the others, and finds nothing for itself.
+    SetGather<Rows, kFound> mine(geometry, gather, works ? set : gather.shape.num_sets - 1, head,
+                                 sequence, wanted[warp]);
+    mine.look_for_all(tile);
+    hand_in<Work::kFind>();
+    if (works) {
+      mine.admit_all();
+      const unsigned lane = threadIdx.x % kWarp;
+      if (lane < kSums && mine.sum_of_lane() != 0) atomicAdd(&sums[lane], mine.sum_of_lane());
+    }
+    hand_in<Work::kAdmit>();
+    if (works) mine.copy_ready();
     return;
   }
-  wait_for_sums();
+  wait_for<Work::kFind>();
+  if (warp == kFetchingWarp) {
+    MissingRows<Rows, kFound> missing(geometry, gather, wanted, head, sequence);
+    if constexpr (kFound != Found::kStays) missing.start();
+    wait_for<Work::kAdmit>();
+    if constexpr (kFound == Found::kStays) missing.start();
+    missing.finish();
+    return;
+  }
   if constexpr (kFound == Found::kPlaced) cuda::tell_places(geometry, gather, head, sequence);
-  if (threadIdx.x % kWarp == 0 && gather.flags != nullptr) add_sums(gather, sums);
+  wait_for<Work::kAdmit>();
+  if (gather.flags != nullptr) add_sums(gather, sums);
 }
 
 template <typename Rows>

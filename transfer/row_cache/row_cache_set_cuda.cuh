@@ -40,9 +40,9 @@ class WarpSet {
 
   /// Of a step. Returns how many of the rows found were prefetched, and are used for the first
   /// time.
-  __device__ unsigned count_uses() {
+  __device__ int count_uses() {
     if (used_) state_ = cached_row_used(policy_, state_, false, steps_, heads_);
-    const unsigned useful = __popc(__ballot_sync(kAllLanes, used_ && prefetched_));
+    const int useful = __popc(__ballot_sync(kAllLanes, used_ && prefetched_));
     if (used_) prefetched_ = false;
     last_used_ = used_;
     return useful;
@@ -82,8 +82,8 @@ class WarpSet {
     return static_cast<int>(way);
   }
   /// Prefetched rows, unused, in whose ways others are now.
-  [[nodiscard]] __device__ unsigned num_wasted() const {
-    return static_cast<unsigned>(__popc(__ballot_sync(kAllLanes, wasted_)));
+  [[nodiscard]] __device__ int num_wasted() const {
+    return __popc(__ballot_sync(kAllLanes, wasted_));
   }
 
   /// Stores what has changed.
