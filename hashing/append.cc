@@ -30,7 +30,8 @@ bool takes_as_given(const transfer::Stream& stream, const transfer::KvGeometry& 
 
 void append_rows(transfer::Stream& stream, const transfer::KvGeometry& kv,
                  const transfer::AppendBatch& batch, std::span<const SketchTarget> sketches,
-                 const PackedRows& packed, bool pages_on_device) {
+                 const PackedRows& packed, bool pages_on_device,
+                 const transfer::FrameFactors& factors) {
   for (const SketchTarget& target : sketches) {
     assert(target.blocks.count == batch.count);
     static_cast<void>(target);
@@ -38,15 +39,15 @@ void append_rows(transfer::Stream& stream, const transfer::KvGeometry& kv,
   if constexpr (transfer::kWithCuda) {
     void* const native = stream.native();
     if (native != nullptr && !sketches.empty()) {
-      if (cuda::is_small(batch)) return cuda::append_small(native, kv, batch, sketches);
+      if (cuda::is_small(batch)) return cuda::append_small(native, kv, batch, sketches, factors);
       if (packed.squares != nullptr && cuda::is_prompt(kv, batch)) {
-        cuda::append_prompt(native, kv, batch, sketches, packed.squares, pages_on_device);
+        cuda::append_prompt(native, kv, batch, sketches, packed.squares, pages_on_device, factors);
         return transfer::append_done(stream, kv, batch);
       }
     }
   }
   transfer::pack_rows(stream, kv, batch, packed.rows, sketches.empty() ? nullptr : packed.squares);
-  transfer::store_rows(stream, kv, batch, packed.rows);
+  transfer::store_rows(stream, kv, batch, packed.rows, factors);
   for (const SketchTarget& target : sketches) {
     sketch_keys(stream, target.planes, kv, target.geometry, sketch_batch(batch, target),
                 packed.rows, packed.squares);

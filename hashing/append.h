@@ -1,6 +1,7 @@
 #pragma once
 
 #include "hashing/sketch.h"
+#include "transfer/kv/frame_factors.h"
 #include "transfer/kv/rows.h"
 
 #include <cstddef>
@@ -34,7 +35,7 @@ struct PackedRows {
 /// rows (`store_rows`), writes every sketch (`sketch_keys`), and then lets the lengths grow
 /// (`append_done`). A sequence is in `batch` once. `packed` may be left unwritten. Enqueued; inputs
 /// must stay valid until the stream has passed it. Where pages are is no matter of the result, but
-/// of how many compute units a long append takes.
+/// of how many compute units a long append takes. `factors`: copies of those of int8 rows, on CUDA.
 ///
 /// On a GPU an append of few tokens is one kernel per sketch. Where there is a token at all, the
 /// kernel enqueued next may count on all work before the append being done when it starts, even
@@ -43,6 +44,7 @@ struct PackedRows {
 /// `kMostOverlappedTokens`, and the sketches of all tokens before them.
 void append_rows(transfer::Stream& stream, const transfer::KvGeometry& kv,
                  const transfer::AppendBatch& batch, std::span<const SketchTarget> sketches,
-                 const PackedRows& packed, bool pages_on_device);
+                 const PackedRows& packed, bool pages_on_device,
+                 const transfer::FrameFactors& factors = {});
 
 }  // namespace kvtier::hashing

@@ -274,6 +274,7 @@ __device__ void store_tiles(const AppendArgs& args, int first, int count, Books&
         if (to.page.bytes == nullptr) continue;
         if (args.kv.int8_pages) {
           stored = transfer::cuda::store_int8(to.page, stored, i, pieces, scale);
+          args.factors.store(args.kv, to.page.bytes, i, pieces, scale);
         } else {
           reinterpret_cast<uint4*>(to.page.bytes)[i] = stored;
         }
@@ -351,12 +352,13 @@ bool is_small(const transfer::AppendBatch& batch) {
 }
 
 void append_small(void* stream, const KvGeometry& kv, const transfer::AppendBatch& batch,
-                  std::span<const SketchTarget> sketches) {
+                  std::span<const SketchTarget> sketches, const transfer::FrameFactors& factors) {
   const int tokens = most_tokens(batch);
   if (tokens == 0) return;
   for (const SketchTarget& target : sketches) {
     AppendArgs args{.kv = kv,
                     .batch = batch,
+                    .factors = factors,
                     .blocks = target.blocks,
                     .planes = target.planes,
                     .geometry = target.geometry,

@@ -32,6 +32,7 @@ inline constexpr int kInFlight = 2;
 struct AppendArgs {
   transfer::KvGeometry kv;
   transfer::AppendBatch batch;
+  transfer::FrameFactors factors;
   transfer::Batch<std::byte* const*> blocks;
   PlanesView planes;
   SketchGeometry geometry;

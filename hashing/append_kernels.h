@@ -17,7 +17,7 @@ namespace cuda {
 
 /// Arguments as in `append_rows`, at least one sketch; `stream` is a cudaStream_t.
 void append_small(void* stream, const transfer::KvGeometry& kv, const transfer::AppendBatch& batch,
-                  std::span<const SketchTarget> sketches);
+                  std::span<const SketchTarget> sketches, const transfer::FrameFactors& factors);
 
 /// Returns whether `append_prompt` serves the append: many tokens in every item, stored as they are
 /// given (bf16, in 16-byte aligned rows), and what `sketch_prefill` asks for.
@@ -28,7 +28,7 @@ void append_small(void* stream, const transfer::KvGeometry& kv, const transfer::
 /// packed.
 void append_prompt(void* stream, const transfer::KvGeometry& kv, const transfer::AppendBatch& batch,
                    std::span<const SketchTarget> sketches, transfer::RowSquares* squares,
-                   bool pages_on_device);
+                   bool pages_on_device, const transfer::FrameFactors& factors);
 
 }  // namespace cuda
 

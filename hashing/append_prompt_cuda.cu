@@ -66,8 +66,8 @@ __device__ void store_vector(unsigned long long row, int vector, const uint4& va
 /// Writes a lane's piece of a row to its page, and returns what will be read there. A half of a row
 /// lies in `kHalf` lanes side by side. All lanes call it.
 template <int kHalf>
-__device__ uint4 store_in_page(const KvGeometry& kv, const Places& places, int row, int in_row,
-                               const uint4& value) {
+__device__ uint4 store_in_page(const KvGeometry& kv, const transfer::FrameFactors& factors,
+                               const Places& places, int row, int in_row, const uint4& value) {
   const unsigned long long page = __shfl_sync(kFullWarp, places.page, row);
   if (!kv.int8_pages) {
     store_vector(page, in_row, value);
@@ -79,9 +79,11 @@ __device__ uint4 store_in_page(const KvGeometry& kv, const Places& places, int r
   }
   const unsigned long long scales = __shfl_sync(kFullWarp, places.scales, row);
   if (page == 0) return value;
-  return transfer::cuda::store_int8(
-      {reinterpret_cast<std::byte*>(page), reinterpret_cast<float*>(scales)}, value, in_row, kHalf,
-      transfer::cuda::int8_scale_of(largest));
+  auto* const bytes = reinterpret_cast<std::byte*>(page);
+  const float scale = transfer::cuda::int8_scale_of(largest);
+  factors.store(kv, bytes, in_row, kHalf, scale);
+  return transfer::cuda::store_int8({bytes, reinterpret_cast<float*>(scales)}, value, in_row, kHalf,
+                                    scale);
 }
 
 /// A warp takes `kLoads` loads' rows of one KV head at a time; blockIdx.y is the item. Tokens are
@@ -89,7 +91,8 @@ __device__ uint4 store_in_page(const KvGeometry& kv, const Places& places, int r
 template <int D>
 __global__ void __launch_bounds__(kThreads)
     store_prompt_kernel(const __grid_constant__ KvGeometry kv,
-                        const __grid_constant__ transfer::AppendBatch batch, RowSquares* squares) {
+                        const __grid_constant__ transfer::AppendBatch batch, RowSquares* squares,
+                        const transfer::FrameFactors factors) {
   constexpr int kHalf = D / kPiece;        // lanes of a row's key, and of its value
   constexpr int kRows = 32 / (2 * kHalf);  // of one load
   constexpr int kGroup = kRows * kLoads;
@@ -136,7 +139,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int row = i * kRows + row_of_load;
-      const uint4 kept = store_in_page<kHalf>(kv, places, row, in_row, values[i]);
+      const uint4 kept = store_in_page<kHalf>(kv, factors, places, row, in_row, values[i]);
       store_vector(__shfl_sync(kFullWarp, places.sink, row), in_row, kept);
       store_vector(__shfl_sync(kFullWarp, places.ring, row), in_row, kept);
 
@@ -191,7 +194,7 @@ bool is_prompt(const KvGeometry& kv, const transfer::AppendBatch& batch) {
 
 void append_prompt(void* stream, const KvGeometry& kv, const transfer::AppendBatch& batch,
                    std::span<const SketchTarget> sketches, RowSquares* squares,
-                   bool pages_on_device) {
+                   bool pages_on_device, const transfer::FrameFactors& factors) {
   std::int64_t warps = 1;
   transfer::Batch<KeySource> keys;
   for (int i = 0; i < batch.count; ++i) {
@@ -205,7 +208,7 @@ void append_prompt(void* stream, const KvGeometry& kv, const transfer::AppendBat
   const dim3 grid(static_cast<unsigned>(std::min((warps + kWarps - 1) / kWarps, most)),
                   static_cast<unsigned>(batch.count));
   const auto kernel = kv.head_dim == 64 ? store_prompt_kernel<64> : store_prompt_kernel<128>;
-  kernel<<<grid, kThreads, 0, transfer::cuda::stream_of(stream)>>>(kv, batch, squares);
+  kernel<<<grid, kThreads, 0, transfer::cuda::stream_of(stream)>>>(kv, batch, squares, factors);
   KVTIER_CUDA_CHECK(cudaGetLastError());
   for (const SketchTarget& target : sketches) {
     sketch_prefill(stream, target.planes, kv, target.geometry, sketch_batch(batch, target), keys,

@@ -30,6 +30,8 @@ struct EngineMemory {
   std::size_t pages = 0;      ///< The page pool, with `KvPlacement::kDevice`.
   std::size_t row_cache = 0;  ///< 0: none.
   int row_cache_rows = 0;     ///< Rows per KV head of a session's layer.
+  /// Copies of the factors of int8 rows in the page pool, on CUDA; 0 where they are read there.
+  std::size_t row_factors = 0;
 };
 
 /// Returns what a session of `tokens` tokens takes in an engine of `config` whose row cache has

@@ -60,6 +60,7 @@ EngineState::EngineState(const Config& config_in)
                                        pools.pages_on_device ? 0 : tokens_of_pages());
   make_sketches(sizes);
   make_row_cache(sizes);
+  make_frame_factors(sizes);
   log(LogLevel::kInfo, "engine ready on " + std::string(device->name()) + ": " +
                            std::to_string(pools.pages->num_frames()) + " pages of " +
                            std::to_string(kv.page_bytes() >> 10) + " KiB, " +
@@ -88,8 +89,16 @@ void EngineState::make_pages() {
 }
 
 void EngineState::restored(const std::byte* frame) {
-  if (pools.frame_checks.checks == nullptr) return;
-  transfer::load_frame_checks(submission.scope().stream(), kv, pools.frame_checks, frame);
+  load_frame(submission.scope().stream(), frame);
+}
+
+void EngineState::load_frame(transfer::Stream& stream, const std::byte* frame) const {
+  if (pools.frame_checks.checks != nullptr) {
+    transfer::load_frame_checks(stream, kv, pools.frame_checks, frame);
+  }
+  if (pools.frame_factors.factors != nullptr) {
+    transfer::load_frame_factors(stream, kv, pools.frame_factors, frame);
+  }
 }
 
 void EngineState::make_frame_checks() {
@@ -205,6 +214,14 @@ void EngineState::make_row_cache(const DevicePools& sizes) {
   fixed_device_bytes_ += cache.place_memory.bytes();
 }
 
+void EngineState::make_frame_factors(const DevicePools& sizes) {
+  if (sizes.factor_bytes == 0) return;
+  pools.frame_factor_memory = device->allocate(transfer::Space::kDevice, sizes.factor_bytes);
+  fixed_device_bytes_ += sizes.factor_bytes;
+  pools.frame_factors = {pools.pages->first_frame(), pools.frame_factor_memory.as<float>()};
+  log(LogLevel::kInfo, "factors of int8 rows: " + show_mebibytes(sizes.factor_bytes));
+}
+
 void EngineState::copy_page(transfer::Stream& stream, const transfer::CopyRun& page) const {
   if (device->backend() != Backend::kCuda || pools.pages_on_device) {
     stream.copy({&page, 1});
@@ -218,9 +235,7 @@ void EngineState::copy_page(transfer::Stream& stream, const transfer::CopyRun& p
         {static_cast<std::byte*>(page.to) + at, packed.data(), bytes}};
     stream.copy(runs);
   }
-  if (pools.frame_checks.checks == nullptr) return;
-  transfer::load_frame_checks(stream, kv, pools.frame_checks,
-                              static_cast<const std::byte*>(page.to));
+  load_frame(stream, static_cast<const std::byte*>(page.to));
 }
 
 void EngineState::log(LogLevel level, const std::string& message) const {

@@ -63,6 +63,9 @@ class EngineState : private PagePool::Owner {
   void restored(const std::byte* frame) override;
   void make_pages();
   void make_frame_checks();
+  void make_frame_factors(const DevicePools& sizes);
+  /// Brings what the device keeps of a page, which has come to its frame, up to date. Enqueued.
+  void load_frame(transfer::Stream& stream, const std::byte* frame) const;
   [[nodiscard]] transfer::PinOptions page_pool_options() const;
   void make_sketches(const DevicePools& sizes);
   void make_row_cache(const DevicePools& sizes);

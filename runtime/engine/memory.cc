@@ -94,7 +94,8 @@ EngineMemory engine_memory(const Config& config, Backend backend) {
           .pages = bytes_of(pools.page_tokens / kv.page_tokens,
                             static_cast<std::size_t>(kv.page_bytes())),
           .row_cache = pools.row_cache_bytes,
-          .row_cache_rows = pools.row_cache_rows};
+          .row_cache_rows = pools.row_cache_rows,
+          .row_factors = pools.factor_bytes};
 }
 
 std::size_t device_bytes_for(const Config& given, Backend backend, std::int64_t tokens,
@@ -117,8 +118,8 @@ std::size_t device_bytes_for(const Config& given, Backend backend, std::int64_t 
   }
   const std::int64_t kept = std::max(pools.first_tokens, sessions * slab_tokens(config, tokens));
   const std::size_t checks = check_bytes(config, backend, kv);
-  const std::size_t bytes =
-      workspace.bytes + checks + bytes_of(kept, token_bytes) + pools.row_cache_budget;
+  const std::size_t bytes = workspace.bytes + checks + bytes_of(kept, token_bytes) +
+                            pools.row_cache_budget + pools.factor_bytes;
   // The workspace takes at most half, and checks are kept where they take at most half of the rest.
   return std::max({bytes, 2 * scoring::Selector::workspace_bytes(workspace.selector),
                    workspace.bytes + 2 * checks});

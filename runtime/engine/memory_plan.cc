@@ -4,6 +4,7 @@
 
 #include "hashing/sketch.h"
 #include "include/types/failure.h"
+#include "transfer/kv/frame_factors.h"
 #include "transfer/kv/rows.h"
 
 #include <algorithm>
@@ -67,6 +68,15 @@ void give_row_cache(const Config& config, const WorkspacePlan& workspace, std::s
   if (frames == 0) return;
   pools.row_cache_rows = sets * transfer::kSetWays;
   pools.row_cache_bytes = frames * layer_bytes;
+}
+
+/// Bytes of the factors of int8 rows that CUDA keeps on the device. With checks of rows there are
+/// none, so that what is compared is what is in the pages.
+std::size_t factor_bytes(const Config& config, Backend backend) {
+  const transfer::KvGeometry kv = geometry_of(config);
+  if (!kv.int8_pages || kv.row_checks || backend != Backend::kCuda) return 0;
+  const std::size_t frames = config.memory.host_bytes / static_cast<std::size_t>(kv.page_bytes());
+  return transfer::frame_factor_bytes(kv, frames);
 }
 
 }  // namespace
@@ -199,8 +209,15 @@ DevicePools plan_pools(const Config& config, Backend backend, const WorkspacePla
     give_row_cache(config, workspace, left - std::min(left, taken), layers, pools);
     if (pools.row_cache_bytes > 0) pools.row_cache_budget = pools.row_cache_bytes + beside;
   }
-  pools.sketch_tokens = whole_slabs(
-      std::min((left - pools.row_cache_budget) / token_bytes, static_cast<std::size_t>(most)));
+  std::size_t rest = left - pools.row_cache_budget;
+  if (pools.row_cache_rows > 0) {
+    const std::size_t factors = factor_bytes(config, backend);
+    if (static_cast<std::size_t>(pools.first_tokens) * token_bytes + factors <= rest) {
+      pools.factor_bytes = factors;
+      rest -= factors;
+    }
+  }
+  pools.sketch_tokens = whole_slabs(std::min(rest / token_bytes, static_cast<std::size_t>(most)));
   return pools;
 }
 

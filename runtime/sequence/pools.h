@@ -6,6 +6,7 @@
 #include "hashing/sketch.h"
 #include "runtime/paging/page_pool.h"
 #include "transfer/device/device.h"
+#include "transfer/kv/frame_factors.h"
 #include "transfer/kv/frame_pool.h"
 #include "transfer/kv/row_checks.h"
 #include "transfer/kv/rows.h"
@@ -55,6 +56,8 @@ struct Pools {
   std::unique_ptr<PagePool> pages{};
   transfer::FrameChecks frame_checks{};  ///< Of `pages`; none without checks of rows.
   transfer::Buffer frame_check_memory{};
+  transfer::FrameFactors frame_factors{};  ///< Of `pages`; none where they are read in the pages.
+  transfer::Buffer frame_factor_memory{};
   std::vector<SketchStore> sketches{};
   std::unique_ptr<RowCachePool> row_cache{};  ///< Or none.
   std::size_t session_bytes = 0;              ///< On the device, of all sessions.

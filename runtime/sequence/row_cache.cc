@@ -36,7 +36,8 @@ transfer::RowCacheGather row_cache_gather(const Pools& pools, const Fetch& fetch
           .selection = fetch.reading.selection,
           .shape = pools.row_cache->shape,
           .totals = pools.row_cache->totals.as<transfer::RowCacheTotals>(),
-          .flags = fetch.flags};
+          .flags = fetch.flags,
+          .factors = pools.frame_factors};
 }
 
 }  // namespace

@@ -58,7 +58,8 @@ void flush_append(SubmissionScope& scope, EngineState& engine, int layer,
     transfer::write_row_checks(stream, engine.kv, batch, engine.pools.frame_checks);
   }
   hashing::append_rows(stream, engine.kv, batch, targets, packed,
-                       engine.config.memory.placement == KvPlacement::kDevice);
+                       engine.config.memory.placement == KvPlacement::kDevice,
+                       engine.pools.frame_factors);
   engine.workspace.staging.finish(stream);
   timer.stop();
   if (scope.capturing()) return;  // replays append, and `advance` reports them

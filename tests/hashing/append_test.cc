@@ -1,6 +1,7 @@
 #include "hashing/append.h"
 
 #include "support/oracle.h"
+#include "transfer/kv/page_rows.h"
 #include "transfer/kv/rows_fixture.h"
 
 #include <memory>
@@ -48,6 +49,7 @@ struct Poison {
 class AppendRowsTest : public transfer::RowsTest {
  protected:
   bool pages_on_device_ = true;
+  transfer::FrameFactors factors_;
 
   SketchUnderTest make_sketch(const KvGeometry& g, int num_planes, std::uint64_t seed = 3) {
     auto planes = std::make_unique<Planes>(
@@ -120,7 +122,7 @@ class AppendRowsTest : public transfer::RowsTest {
     std::byte* const rows = inputs_.back().data();
     inputs_.push_back(allocate<transfer::RowSquares>(index(g.kv_heads * total)));
     append_rows(*stream_, g, batch, targets, {rows, inputs_.back().as<transfer::RowSquares>()},
-                pages_on_device_);
+                pages_on_device_, factors_);
   }
 
   static void expect_place(const transfer::StepFlags& flags, std::int64_t token) {
@@ -385,6 +387,43 @@ TEST_P(AppendRowsTest, TakesPrompts) {
     EXPECT_EQ(flags->nonfinite_tokens, 4U);
     expect_place(*flags, 5);  // of b, which was empty
     EXPECT_EQ(b.rows.expected.overflow, 2);
+  }
+}
+
+// Appends of few tokens, of more, and of a prompt have a kernel each.
+TEST_P(AppendRowsTest, WritesTheFactorsOfInt8RowsNearKernels) {
+  if (GetParam() == Backend::kCpu) GTEST_SKIP() << "copies of factors are of CUDA alone";
+  for (const int head_dim : {64, 128, 256}) {
+    KvGeometry g = transfer::geometry(2, head_dim, 64, 4, 8);
+    g.int8_pages = true;
+    SCOPED_TRACE(describe_geometry(g));
+    const auto sketches = one(make_sketch(g, 64));
+    Subject s = make_subject(g, sketches, 3000);
+    // Rows of 16 bits, which are not compared, take more room than those in the pages.
+    s.rows.expected_pages.resize(3 * s.rows.expected_pages.size());
+    const auto frames = index(s.rows.num_pages + 1);
+    const std::size_t floats = transfer::frame_factor_bytes(g, frames) / sizeof(float);
+    const transfer::Buffer memory = upload(std::vector<float>(floats, -1.0F));
+    factors_ = {s.rows.pages.data(), memory.as<float>()};
+
+    for (const int tokens : {1, 64, 300, 2050}) {
+      append(g, sketches, {{&s, tokens}}, DType::kBFloat16);
+    }
+
+    const auto near = download<float>(memory.data(), floats);
+    for (std::int64_t token = 0; token < s.rows.expected.length; ++token) {
+      const std::size_t place = s.rows.page_order[index(token / g.page_tokens)];
+      const std::byte* page = s.rows.pages.data() + place * index(g.page_bytes());
+      for (int head = 0; head < g.kv_heads; ++head) {
+        const float* scales = transfer::page_row<const float>(g, page, head, token).scales;
+        const std::size_t at =
+            2 * ((place * index(g.kv_heads) + index(head)) * index(g.page_tokens) +
+                 index(token % g.page_tokens));
+        ASSERT_GT(scales[0], 0.0F);
+        ASSERT_EQ(near[at], scales[0]) << "token " << token << ", head " << head;
+        ASSERT_EQ(near[at + 1], scales[1]) << "token " << token << ", head " << head;
+      }
+    }
   }
 }
 

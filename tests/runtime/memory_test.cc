@@ -77,23 +77,30 @@ TEST_P(MemoryTest, ASessionTakesWhatIsPlanned) {
 }
 
 TEST_P(MemoryTest, AnEngineTakesWhatIsPlanned) {
-  for (const KvPlacement placement : {KvPlacement::kHost, KvPlacement::kDevice}) {
+  for (const auto& [placement, format] : {std::pair(KvPlacement::kHost, PageFormat::kModel),
+                                          std::pair(KvPlacement::kHost, PageFormat::kInt8),
+                                          std::pair(KvPlacement::kDevice, PageFormat::kModel)}) {
     for (const std::size_t device_bytes : {24 * MiB, 40 * MiB, 96 * MiB}) {
       Config config = this->config();
       config.memory.placement = placement;
+      config.memory.page_format = format;
       config.memory.device_bytes = device_bytes;
       const EngineMemory planned = engine_memory(config, GetParam());
       const Engine engine(config);
       const Stats::Snapshot held = engine.stats().snapshot;
 
       EXPECT_LE(held.device_bytes, device_bytes);
-      const std::size_t sum =
-          planned.workspace + planned.sketches + planned.pages + planned.row_cache;
+      const std::size_t sum = planned.workspace + planned.sketches + planned.pages +
+                              planned.row_cache + planned.row_factors;
       EXPECT_GE(held.device_bytes, sum);
       EXPECT_LE(held.device_bytes, sum + MiB);  // what steps keep beside the row cache
       EXPECT_EQ(held.row_cache_bytes, planned.row_cache);
       EXPECT_EQ(held.row_cache_rows, planned.row_cache_rows);
       EXPECT_EQ(planned.pages > 0, placement == KvPlacement::kDevice);
+      if (device_bytes == 96 * MiB) {
+        EXPECT_EQ(planned.row_factors > 0,
+                  GetParam() == Backend::kCuda && format == PageFormat::kInt8);
+      }
     }
   }
 }
@@ -124,6 +131,31 @@ TEST_P(MemoryTest, TheBudgetThatIsNamedHoldsTheSessions) {
       EXPECT_EQ(held.row_cache_bytes, 0U);
     }
   }
+}
+
+TEST_P(MemoryTest, FactorsOfInt8RowsComeAfterTheRowCache) {
+  Config config = many_sessions();
+  config.memory.page_format = PageFormat::kInt8;
+  const std::int64_t tokens = config.memory.max_session_tokens;
+  const std::size_t whole = device_bytes_for(config, GetParam(), tokens, kMany);
+  config.memory.device_bytes = whole;
+  const EngineMemory all = engine_memory(config, GetParam());
+  EXPECT_EQ(all.row_cache_rows, 4 * config.retrieval.top_k);
+  // Two factors of each row that the pages hold: 2 KV heads of 64 tokens.
+  const std::size_t pages = config.memory.host_bytes / (session_memory(config, 64).pages / 3);
+  EXPECT_EQ(all.row_factors, GetParam() == Backend::kCuda ? pages * 64 * 2 * 8 : 0);
+  if (GetParam() == Backend::kCpu) return;
+
+  config.memory.device_bytes = whole - 64 * KiB;
+  const EngineMemory less = engine_memory(config, GetParam());
+  EXPECT_EQ(less.row_factors, 0U);
+  EXPECT_EQ(less.row_cache, all.row_cache);
+  config.memory.device_bytes = whole;
+  config.memory.verify_rows = true;  // factors are compared where they are read
+  EXPECT_EQ(engine_memory(config, GetParam()).row_factors, 0U);
+  config.memory.verify_rows = false;
+  config.memory.row_cache_rows = 0;
+  EXPECT_EQ(engine_memory(config, GetParam()).row_factors, 0U);
 }
 
 TEST_P(MemoryTest, TheRowCacheTakesWhatIsLeft) {

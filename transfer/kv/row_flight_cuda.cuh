@@ -1,6 +1,7 @@
 #pragma once
 
 #include "transfer/kv/check_sums_cuda.cuh"
+#include "transfer/kv/frame_factors.h"
 #include "transfer/kv/int8_cuda.cuh"
 #include "transfer/kv/sequence.h"
 
@@ -174,7 +175,8 @@ struct PlainRows {
 
   static __device__ Source in_slot(const std::byte* slot) { return slot; }
   static __device__ Source of_token(const KvGeometry& geometry, const SequenceView& sequence,
-                                    std::int64_t resident_begin, int head, std::int64_t token) {
+                                    std::int64_t resident_begin, int head, std::int64_t token,
+                                    const FrameFactors& /*factors*/ = {}) {
     return row_address(geometry, sequence, resident_begin, head, token);
   }
 };
@@ -189,8 +191,13 @@ struct Int8Rows {
 
   static __device__ Source in_slot(const std::byte* slot) { return {slot, nullptr}; }
   static __device__ Source of_token(const KvGeometry& geometry, const SequenceView& sequence,
-                                    std::int64_t resident_begin, int head, std::int64_t token) {
-    return int8_source(geometry, sequence, resident_begin, head, token);
+                                    std::int64_t resident_begin, int head, std::int64_t token,
+                                    const FrameFactors& factors = {}) {
+    Source source = int8_source(geometry, sequence, resident_begin, head, token);
+    if (source.scales != nullptr && factors.factors != nullptr) {
+      source.scales = factors.of_row(geometry, source.bytes);
+    }
+    return source;
   }
 };
 

@@ -1,6 +1,7 @@
 #include "transfer/kv/rows.h"
 
 #include "transfer/device/with_cuda.h"
+#include "transfer/kv/frame_factors.h"
 #include "transfer/kv/rows_kernels.h"
 
 #include <algorithm>
@@ -52,14 +53,20 @@ void pack_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& ba
 
 void store_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
                 const std::byte* packed) {
+  store_rows(stream, geometry, batch, packed, {});
+}
+
+void store_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
+                const std::byte* packed, const FrameFactors& factors) {
   assert(all_valid(geometry, batch, [&](const AppendItem& item) {
     return item.tokens >= 0 && item.packed_offset >= 0 && valid(geometry, item.sequence);
   }));
   if constexpr (kWithCuda) {
     if (stream.native() != nullptr) {
-      return cuda::store_rows(stream.native(), geometry, batch, packed);
+      return cuda::store_rows(stream.native(), geometry, batch, packed, factors);
     }
   }
+  assert(factors.factors == nullptr);
   stream.run([=] { cpu::store_rows(geometry, batch, packed); });
 }
 

@@ -102,7 +102,8 @@ __device__ void copy_row(std::byte* to, uint4 value, std::int64_t vector) {
 /// run; blockIdx.y is the item.
 __global__ void __launch_bounds__(kThreads)
     store_rows_kernel(const __grid_constant__ KvGeometry geometry,
-                      const __grid_constant__ AppendBatch batch, const std::byte* packed) {
+                      const __grid_constant__ AppendBatch batch, const std::byte* packed,
+                      const FrameFactors factors) {
   const AppendItem& item = batch[static_cast<int>(blockIdx.y)];
   const SequenceView& sequence = item.sequence;
   const std::int64_t row_bytes = geometry.row_bytes();
@@ -142,6 +143,7 @@ __global__ void __launch_bounds__(kThreads)
       if (!present) continue;
       if (geometry.int8_pages) {
         value = cuda::store_int8(page, value, i, pieces, scale);
+        factors.store(geometry, page.bytes, i, pieces, scale);
       } else {
         copy_row(page.bytes, value, i);
       }
@@ -335,10 +337,10 @@ void pack_rows(void* stream, const KvGeometry& geometry, const AppendBatch& batc
 }
 
 void store_rows(void* stream, const KvGeometry& geometry, const AppendBatch& batch,
-                const std::byte* packed) {
+                const std::byte* packed, const FrameFactors& factors) {
   if (batch.count == 0) return;
   store_rows_kernel<<<append_grid(geometry, batch), kThreads, 0, stream_of(stream)>>>(
-      geometry, batch, packed);
+      geometry, batch, packed, factors);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 

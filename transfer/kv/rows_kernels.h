@@ -1,5 +1,6 @@
 #pragma once
 
+#include "transfer/kv/frame_factors.h"
 #include "transfer/kv/rows.h"
 
 /// The two implementations behind transfer/kv/rows.h; arguments as there.
@@ -27,7 +28,7 @@ namespace cuda {  // `stream` is a cudaStream_t
 void pack_rows(void* stream, const KvGeometry& geometry, const AppendBatch& batch,
                std::byte* packed, RowSquares* squares);
 void store_rows(void* stream, const KvGeometry& geometry, const AppendBatch& batch,
-                const std::byte* packed);
+                const std::byte* packed, const FrameFactors& factors);
 void append_done(void* stream, const KvGeometry& geometry, const AppendBatch& batch);
 void set_length(void* stream, SequenceCounters* counters, std::int64_t length,
                 std::int64_t capacity);

@@ -2,6 +2,7 @@
 
 #include "transfer/device/batch.h"
 #include "transfer/device/device.h"
+#include "transfer/kv/frame_factors.h"
 #include "transfer/kv/rows.h"
 #include "transfer/kv/sequence.h"
 #include "transfer/row_cache/row_cache_places.h"
@@ -74,6 +75,7 @@ struct RowCacheGather {
   bool prefetched = false;
   /// Rows that are found stay in their slots, and this says where; none: they are staged as well.
   RowCachePlaces places{};
+  FrameFactors factors{};  ///< Of int8 rows, on CUDA.
 };
 
 /// As `gather_rows` from pages in host memory, the same bytes in staging, but rows are looked for

@@ -321,7 +321,7 @@ class SetGather {
   }
 
   [[nodiscard]] __device__ Source source(std::int64_t token) const {
-    return Rows::of_token(geometry_, sequence_, resident_begin_, head_, token);
+    return Rows::of_token(geometry_, sequence_, resident_begin_, head_, token, gather_.factors);
   }
   [[nodiscard]] __device__ std::byte* staged_at(std::int64_t entry) const {
     return gather_.selection.staged + entry * geometry_.row_bytes();
@@ -407,7 +407,8 @@ class MissingRows {
     if (number >= num_rows_) return;
     set_ = set;
     row_ = &wanted_[set].missing[number - begin];
-    from_ = Rows::of_token(geometry_, sequence_, resident_begin_, head_, row_->token);
+    from_ =
+        Rows::of_token(geometry_, sequence_, resident_begin_, head_, row_->token, gather_.factors);
   }
   __device__ void place() {
     staged_ = slot_ = nullptr;
