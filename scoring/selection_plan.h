@@ -27,12 +27,11 @@ struct SelectShape {
 
 /// Which kernels select. docs: scoring/README.md has the decision tree.
 enum class SelectionPath {
-  kGeneric,     ///< Scores in memory; on the CPU always.
-  kFused,       ///< One kernel, sums in shared memory (fused/).
-  kStream,      ///< A key per token (stream/).
-  kSoft,        ///< Soft collision, one kernel (soft/).
-  kSoftInL2,    ///< Soft collision, values in L2 (soft/).
-  kCandidates,  ///< A pass that keeps candidates (candidates/).
+  kGeneric,    ///< Scores in memory; on the CPU always.
+  kFused,      ///< One kernel, sums in shared memory (fused/).
+  kStream,     ///< A key per token (stream/).
+  kSoft,       ///< Soft collision, one kernel (soft/).
+  kSoftHeads,  ///< Soft collision, a selection per query head (soft/).
 };
 
 /// How `Selector::select` serves a shape.

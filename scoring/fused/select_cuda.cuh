@@ -1,7 +1,6 @@
 #pragma once
 
 #include "scoring/block/sign_tile.cuh"
-#include "scoring/candidates/search_cuda.cuh"
 #include "scoring/plan/paths_cuda.cuh"
 #include "transfer/device/tensor_core.cuh"
 

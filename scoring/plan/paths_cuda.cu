@@ -10,14 +10,6 @@ bool may_attend(const SelectShape& shape) {
          shape.kv_heads * shape.num_queries <= kAttendedGroups;
 }
 
-bool candidates_serve(const SelectShape& shape, const DeviceLimits& device) {
-  const ScoreParams& params = shape.params;
-  const int most = most_table_bytes(device.block_bytes);
-  return params.estimator == Estimator::kSoftCollision && params.rule == SelectionRule::kTopK &&
-         sample_bytes(params, shape.group) <= most &&
-         collision_pass_bytes(params, shape.group) <= most;
-}
-
 }  // namespace
 
 SelectionPlan plan_selection(const SelectShape& shape, const DeviceLimits& device,
@@ -36,22 +28,15 @@ SelectionPlan plan_selection(const SelectShape& shape, const DeviceLimits& devic
     return plan;
   }
   const bool counts = params.threshold == 0.0F;
-  if (may_exchange && plan_fused(shape, device, plan)) {
+  if (may_exchange && (plan_fused(shape, device, plan) || plan_soft(shape, device, plan))) {
     plan.reads_queries = plan.k_known = true;
     plan.attends = may_attend(shape);
   } else if (may_exchange && stream_serves(shape)) {
     plan_stream(shape, device, plan);
     plan.k_known = counts;
     plan.attends = shape.group <= kFusedHeads && may_attend(shape);
-  } else if (!candidates_serve(shape, device)) {
-    return plan;
-  } else if (may_exchange && plan_soft(shape, device, plan)) {
-    plan.reads_queries = plan.k_known = true;
-    plan.attends = may_attend(shape);
-  } else if (plan_soft_in_l2(shape, device, plan)) {
-    plan.k_known = one_set(shape);
   } else {
-    plan.path = SelectionPath::kCandidates;
+    (void)plan_soft_heads(shape, device, plan);
   }
   return plan;
 }
@@ -61,14 +46,12 @@ FilterArgs path_args(const Stage& stage, const RecallParams& recall_params) {
   return {.request = stage.request,
           .recall = recall_params,
           .tables = workspace.tables,
-          .plans = stage.scratch.plans,
           .filter = stage.scratch.filter,
           .estimates = stage.scratch.estimates,
           .ids = reinterpret_cast<std::int32_t*>(workspace.combined),
           .values = workspace.scores,
           .selection = workspace.selection,
-          .max_tokens = workspace.limits.max_tokens,
-          .segments = stage.scratch.segments};
+          .max_tokens = workspace.limits.max_tokens};
 }
 
 void enqueue_path(const Stage& stage, const SelectionPlan& plan,
@@ -81,16 +64,10 @@ void enqueue_path(const Stage& stage, const SelectionPlan& plan,
       return enqueue_stream(stage.stream, args, plan);
     case SelectionPath::kSoft:
       return enqueue_soft(stage.stream, args, plan);
-    case SelectionPath::kSoftInL2:
-      return enqueue_soft_in_l2(stage.stream, args, plan);
+    case SelectionPath::kSoftHeads:
+      return enqueue_soft_heads(stage.stream, args, plan);
     case SelectionPath::kGeneric:
-    case SelectionPath::kCandidates:
       break;
-  }
-  enqueue_sample(stage.stream, args);
-  for (const bool again : {false, true}) {
-    enqueue_collision_pass(stage.stream, args, again);
-    enqueue_choose(stage.stream, args, again);
   }
 }
 

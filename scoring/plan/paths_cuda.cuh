@@ -8,17 +8,16 @@
 
 #include <cstdint>
 
-/// The kernels of the filtered path copy in bulk and work in clusters. For older architectures they
-/// are compiled empty; `filter_serves` keeps them from being launched there.
+/// The kernels of all paths but the generic one copy asynchronously, and some work in clusters. For
+/// older architectures they are compiled empty; `plan_selection` keeps them from being launched
+/// there.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define KVTIER_HAS_CLUSTERS 1
-#define KVTIER_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
 #else
-#define KVTIER_CLUSTER(blocks)
 #pragma nv_diag_suppress 177  // what the empty kernels do not call
 #endif
 
-/// Device functions of the filtered path.
+/// Device functions that these paths share.
 namespace kvtier::scoring::cuda {
 
 inline constexpr float kLog2E = 1.4426950408889634F;
@@ -26,23 +25,11 @@ inline constexpr float kLog2E = 1.4426950408889634F;
 /// Value of a token that scores lowest. Its share is 0.
 inline constexpr float kLowestValue = -3.0e38F;
 
-/// Blocks that take a (query, KV head)'s sample together.
-inline constexpr int kSampleBlocks = 8;
-inline constexpr int kSamplesPerBlock = 1024;
-/// A sample is half of this at least, or all tokens.
-inline constexpr int kSamples = kSampleBlocks * kSamplesPerBlock;
-
 /// 2^x, 0 below 2^-126.
 __device__ inline float exp2_fast(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
-}
-
-__device__ inline float share_of(bool logit_like, float value, float reference) {
-  if (value <= kLowestValue) return 0.0F;
-  return logit_like ? exp2f(fminf(value - reference + kShareShift, kShareLimit))
-                    : value * reference;
 }
 
 __device__ inline QueryPlan plan_of_query(const FilterArgs& args, int query_index) {

@@ -204,14 +204,9 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place(scratch.normalisers, sets);
   place_bytes(scratch.estimates, estimates_bytes(sets));
   FilterScratch& filter = scratch.filter;
-  place(filter.heads, sets);
-  place(filter.groups, groups);
-  place(filter.counts, groups * scratch.segments);
-  place(filter.partials, sets * scratch.segments);
-  place(filter.others, sets * kSampleBlocks);
-  // Masses of bins, 8 bytes each, are in the slots: a call has one or the other.
-  place(filter.slots, std::max(groups * limits.max_tokens, sets * kRadixBins * 2));
-  scratch.masses = reinterpret_cast<std::uint64_t*>(filter.slots);
+  // Masses of bins, 8 bytes each, are in the same memory: a call has one or the other.
+  place(filter.masses, std::max(groups * limits.max_tokens, sets * kRadixBins * 2));
+  scratch.masses = reinterpret_cast<std::uint64_t*>(filter.masses);
   place(filter.fused_sums, std::max<std::int64_t>(groups, kFusedParts) * group);
   place_bytes(filter.stream_groups, static_cast<std::size_t>(groups * stream_group_bytes()));
   place(filter.stream_sums, (groups + kMostStreamBlocks) * kMaxGroup);

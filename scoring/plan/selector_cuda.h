@@ -47,25 +47,14 @@ struct SetState {
 /// Per (query, query head), of a selection for a recall target (generic/recall_cuda.cuh).
 struct HeadEstimate;
 
-/// Per (query, query head), of the filtered path (plan/paths_cuda.h).
-struct FilterHead;
-struct FilterGroup;
-struct SampleRest;
 struct Mailbox;
 struct StreamGroup;
 
-/// Views of the memory of the filtered path. Candidates of (query, KV head) and segment s are at
-/// slots 256 s ...: ids in `SelectorWorkspace::combined` (as int32), the group's values in
-/// `scores` as `[slot][group]`.
+/// Views of the memory of the paths that are not generic. Lists of tokens that do not fit on chip
+/// are in `SelectorWorkspace::combined` (as int32) and `scores`.
 struct FilterScratch {
-  FilterHead* heads;      // [queries][query_heads]
-  FilterGroup* groups;    // [queries][kv_heads]
-  std::uint32_t* counts;  // [queries][kv_heads][segments] candidates of a segment
-  float* partials;        // [queries][kv_heads][segments][group] sums of shares
-  SampleRest* others;     // [queries][query_heads][blocks of a sample]
-  std::uint32_t*
-      slots;           // [queries][kv_heads][max_tokens] slots of more candidates than fit on chip
-  Mailbox* mailboxes;  // [queries][kv_heads], zero at first (fused/block_exchange_cuda.cuh)
+  std::uint32_t* masses;       // [queries][kv_heads][max_tokens] of tokens of a recall target
+  Mailbox* mailboxes;          // [queries][kv_heads], zero at first (fused/block_exchange_cuda.cuh)
   std::uint64_t* fused_parts;  // [queries][kv_heads][blocks][words of a part], zero at first
   std::uint64_t* fused_ids;    // [queries][kv_heads][max_selected][2], zero at first
   float2* fused_sums;  // [queries][kv_heads][parts][group] parts of normalisers, as maximum and sum
@@ -90,7 +79,8 @@ struct Scratch {
   float2* partials;       // [queries][query_heads][tiles] max and sum of a `LogSum`
   float* normalisers;     // [queries][query_heads] log-sum-exp, or sum of collisions
   HeadEstimate* estimates;  // [queries][query_heads]
-  std::uint64_t* masses;    // [queries][query_heads][kRadixBins], in memory of the filtered path
+  std::uint64_t*
+      masses;  // [queries][query_heads][kRadixBins], in memory of `FilterScratch::masses`
   FilterScratch filter;
   std::int64_t segments;
   std::int64_t tiles;

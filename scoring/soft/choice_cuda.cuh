@@ -1,13 +1,14 @@
 #pragma once
 
-#include "scoring/fused/scores_cuda.cuh"
+#include "scoring/soft/cluster_cuda.cuh"
 #include "scoring/soft/tiles.cuh"
 
 #include <cstdint>
 
-/// The choice among values in L2: the blocks of a cluster share the tokens of a (query, KV head),
-/// and search for the k-th best of all its sets at once, one or one per query head. A round counts
-/// tokens by bins; a few tokens of the bin that has the k-th are then compared one by one.
+/// The choice of a selection per query head, among values in memory: the blocks of a cluster share
+/// the tokens of a (query, KV head), and search for the k-th best of each query head at once. A
+/// round counts tokens by bins; a few tokens of the bin that has the k-th are then compared one by
+/// one.
 namespace kvtier::scoring::cuda {
 
 inline constexpr int kValueHeads = 4;
@@ -20,7 +21,7 @@ inline constexpr int kAllListed = 1024;
 
 /// What the blocks of a cluster send one another, each to all.
 struct SetExchange {
-  alignas(16) std::uint16_t counts[kSetBlocks][kAllBins];   // [set][bin]
+  alignas(16) std::uint32_t counts[kSetBlocks][kAllBins];   // [set][bin]
   alignas(16) std::uint32_t lists[kSetBlocks][kAllListed];  // [set][entry]
 };
 
@@ -44,7 +45,7 @@ struct SetWindow {
 };
 
 struct SetShared {
-  alignas(16) float references[kMaxGroup];  // 0 past the group
+  alignas(16) float references[kValueHeads];  // 0 past the group
   alignas(16) std::uint32_t bins[kAllBins];
   SetWindow windows[kValueHeads];
   std::uint32_t scan[kSetWarps];
@@ -66,17 +67,13 @@ __device__ inline float4 get_values(const float* from, int heads) {
   if (heads >= kValueHeads) return __ldcg(reinterpret_cast<const float4*>(from));
   return make_float4(from[0], heads > 1 ? from[1] : 0.0F, heads > 2 ? from[2] : 0.0F, 0.0F);
 }
-__device__ inline float weighted_sum(const float4& values, const float4& weights) {
-  return fmaf(values.x, weights.x, values.y * weights.y) +
-         fmaf(values.z, weights.z, values.w * weights.w);
-}
 inline constexpr std::uint32_t kHighestKey = 0xFFFFFFFEU;
 
-/// The search of a block. kSets 1: for the heads' sum; 4: for each of up to four heads.
-template <int kSets>
+/// The search of a block, for each of up to four heads: the sets.
 struct SetSearch {
+  static constexpr int kSets = kValueHeads;
   static constexpr int kBins = kAllBins / kSets;
-  static constexpr int kBinBits = kSets == 1 ? 10 : 8;
+  static constexpr int kBinBits = 8;
   static constexpr unsigned kListed = kAllListed / kSets;
   static constexpr unsigned kThreadsPerSet = kSetThreads / kSets;
   static_assert(kBins == 1 << kBinBits && kBins == kThreadsPerSet);
@@ -88,47 +85,26 @@ struct SetSearch {
   unsigned blocks;
   SetExchange& exchange;
   SetShared& shared;
-  std::uint32_t* keys;  // of the block's tokens, for one set
   std::uint8_t* masks;  // of the block's tokens: the sets that chose it
 
-  [[nodiscard]] __device__ int sets() const { return kSets == 1 ? 1 : group; }
+  [[nodiscard]] __device__ int sets() const { return group; }
 
   [[nodiscard]] __device__ const float* values_of(int token) const {
     return values + std::int64_t{token} * group;
   }
-  /// Keys of an eligible token, of which `own` are the first values.
-  __device__ void keys_of(int token, const float4& own, const float4& references,
-                          std::uint32_t (&of)[kSets]) const {
-    if constexpr (kSets == 1) {
-      const float* from = values_of(token);
-      float sum = weighted_sum(own, references);
-#pragma unroll 1
-      for (int h = kValueHeads; h < group; h += kValueHeads) {
-        sum += weighted_sum(get_values(from + h, group - h),
-                            *reinterpret_cast<const float4*>(shared.references + h));
-      }
-      of[0] = key_of_value(sum);
-    } else {
-      of[0] = key_of_value(own.x * references.x);
-      of[1] = key_of_value(own.y * references.y);
-      of[2] = key_of_value(own.z * references.z);
-      of[3] = key_of_value(own.w * references.w);
-    }
+  /// Keys of an eligible token with these values.
+  __device__ static void keys_of(const float4& own, const float4& references,
+                                 std::uint32_t (&of)[kSets]) {
+    of[0] = key_of_value(own.x * references.x);
+    of[1] = key_of_value(own.y * references.y);
+    of[2] = key_of_value(own.z * references.z);
+    of[3] = key_of_value(own.w * references.w);
   }
-  /// Calls `visit(token, keys)` for the block's eligible tokens. One set's keys are kept by the
-  /// first call.
-  template <bool kFirst, typename Visit>
+  /// Calls `visit(token, keys)` for the block's eligible tokens.
+  template <typename Visit>
   __device__ void for_tokens(Visit&& visit) const {
     const float4 references = *reinterpret_cast<const float4*>(shared.references);
     const int first = max(work.begin, 0) + static_cast<int>(threadIdx.x);
-    if constexpr (kSets == 1 && !kFirst) {
-#pragma unroll 4
-      for (int token = first; token < work.end; token += kSetThreads) {
-        const std::uint32_t of[1] = {keys[token]};
-        visit(token, of);
-      }
-      return;
-    }
     constexpr int kAtOnce = 4;  // values on their way
 #pragma unroll 1
     for (int base = first; base < work.end; base += kAtOnce * kSetThreads) {
@@ -142,8 +118,7 @@ struct SetSearch {
         const int token = base + i * kSetThreads;
         if (token >= work.end) break;
         std::uint32_t of[kSets];
-        keys_of(token, own[i], references, of);
-        if constexpr (kSets == 1) keys[token] = of[0];
+        keys_of(own[i], references, of);
         visit(token, of);
       }
     }
@@ -211,20 +186,14 @@ struct SetSearch {
   /// Sends the block's counts to all, and finds the bins of the sets that are searched.
   /// `shared.bins` is complete but for a barrier, and is clear afterwards.
   __device__ void find_bins(std::uint32_t parity) const {
-    constexpr int kVector = 8;  // counts
-    constexpr unsigned kVectors = kAllBins / kVector;
+    constexpr unsigned kVectors = kAllBins / 4;
     __syncthreads();
-    if (threadIdx.x == 0) shared.round_inbox.expect(blocks * kAllBins * sizeof(std::uint16_t));
+    if (threadIdx.x == 0) shared.round_inbox.expect(blocks * kAllBins * sizeof(std::uint32_t));
     const unsigned vector = threadIdx.x % kVectors;
-    const std::uint32_t* bins = shared.bins + vector * kVector;
-    const uint4 low = *reinterpret_cast<const uint4*>(bins);
-    const uint4 high = *reinterpret_cast<const uint4*>(bins + 4);
-    const uint4 packed = {low.x | low.y << 16, low.z | low.w << 16, high.x | high.y << 16,
-                          high.z | high.w << 16};
-    static_assert(kSetThreads / kVectors >= kSetBlocks);
-    if (const unsigned block = threadIdx.x / kVectors; block < blocks) {
+    const uint4 four = reinterpret_cast<const uint4*>(shared.bins)[vector];
+    for (unsigned block = threadIdx.x / kVectors; block < blocks; block += kSetThreads / kVectors) {
       shared.round_inbox.send(reinterpret_cast<const uint4*>(exchange.counts[rank]) + vector, block,
-                              packed);
+                              four);
     }
     shared.round_inbox.wait(parity);
     const int at =
@@ -243,7 +212,7 @@ struct SetSearch {
 
   /// Finds the windows: every set's k-th best is in its window, or all of that are chosen.
   __device__ void find_windows() const {
-    for_tokens<true>([&](int, const std::uint32_t(&of)[kSets]) {
+    for_tokens([&](int, const std::uint32_t(&of)[kSets]) {
 #pragma unroll
       for (int set = 0; set < kSets; ++set) {
         if (set < sets()) atomicAdd(&shared.bins[set * kBins + first_bin(of[set])], 1U);
@@ -259,7 +228,7 @@ struct SetSearch {
       }
       if (!open) return;
       cluster_sync();  // no block reads the counts of the round before
-      for_tokens<false>([&](int, const std::uint32_t(&of)[kSets]) {
+      for_tokens([&](int, const std::uint32_t(&of)[kSets]) {
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
           if (set >= sets()) break;
@@ -294,7 +263,7 @@ struct SetSearch {
       least[set] = window.state == SetWindow::kCompare ? window.low : cut[set] + 1;
       if (set >= sets()) least[set] = 0xFFFFFFFFU;
     }
-    for_tokens<false>([&](int token, const std::uint32_t(&of)[kSets]) {
+    for_tokens([&](int token, const std::uint32_t(&of)[kSets]) {
       bool any = false;
 #pragma unroll
       for (int set = 0; set < kSets; ++set) any = any || of[set] >= least[set];
@@ -410,7 +379,7 @@ struct SetSearch {
         const int token = base + static_cast<int>(threadIdx.x);
         std::uint32_t of[kSets] = {};
         if (token >= work.begin && token < work.end) {
-          keys_of(token, get_values(values_of(token), group), references, of);
+          keys_of(get_values(values_of(token), group), references, of);
         }
         std::uint32_t own = of[0];
 #pragma unroll
@@ -451,7 +420,6 @@ struct SetSearch {
     shared.chosen_inbox.wait(0);
     const std::uint32_t of_blocks =
         __reduce_add_sync(kFullWarp, lane < rank ? shared.chosen[lane] : 0);
-    const unsigned all_heads = (1U << group) - 1;
     std::int64_t at = work.group_index * out.capacity + of_blocks + of_warps;
 #pragma unroll 2
     for (int base = begin; base < end; base += 32) {
@@ -461,7 +429,7 @@ struct SetSearch {
       if (mask != 0) {
         const std::int64_t to = at + __popc(votes & ((1U << lane) - 1));
         out.ids[to] = work.first_token + base + static_cast<int>(lane);
-        out.head_mask[to] = static_cast<std::uint16_t>(kSets == 1 ? all_heads : mask);
+        out.head_mask[to] = static_cast<std::uint16_t>(mask);
       }
       at += __popc(votes);
     }

@@ -11,19 +11,12 @@
 namespace kvtier::scoring::cuda {
 
 inline constexpr int kP10L60Bits = kP10L60Tables * kP10L60Planes;
-/// Most heads of a group.
-inline constexpr int kPairHeads = 4;
 
 /// Dynamic shared memory, before there are values.
 struct CollisionTables {
   FusedTables queries;
   alignas(16) float2 chances[kPairHeads][kP10L60Bits];  ///< Of a clear bit and of a set one.
 };
-
-/// Bytes of the half pairs of so many heads (soft/tables.cuh).
-inline constexpr int __host__ __device__ pair_bytes(int heads) {
-  return heads / 2 * kP10L60Tables * kP10L60RowBytes;
-}
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
@@ -78,7 +71,6 @@ __device__ void make_pairs(const CollisionTables& tables, std::uint32_t* pairs) 
   constexpr int kEntries = kP10L60Tables * kP10L60RowBytes / 4;
   constexpr int kHalfBits = kP10L60Planes / 2;
   constexpr int kHalves = 2 * kP10L60Tables;
-  constexpr float kScale = 32.0F;
   constexpr int kOwn = 16;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int flips = lane % kOwn;
@@ -98,7 +90,7 @@ __device__ void make_pairs(const CollisionTables& tables, std::uint32_t* pairs) 
       const bool set = bit == 0 ? lane >= kOwn : (flips >> (kHalfBits - 1 - bit) & 1) != 0;
       const float2 same = set ? make_float2(first.y, second.y) : make_float2(first.x, second.x);
       if (bit == 0) {
-        products[0] = make_float2(kScale * same.x, kScale * same.y);
+        products[0] = make_float2(kPairScale * same.x, kPairScale * same.y);
         continue;
       }
       const float2 other = set ? make_float2(first.x, second.x) : make_float2(first.y, second.y);

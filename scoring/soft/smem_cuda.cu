@@ -18,14 +18,6 @@ namespace {
 /// of the append fits beside it (hashing/append_cuda.cu).
 constexpr int kAppendRoom = 96;
 
-/// Bins of values times a factor that makes their mean 1, of equally many floats from 3/4 to 3.
-struct ValueBins {
-  static constexpr std::uint32_t kBase = 0x3F400000U + 2;  // as in `key_of_value`
-  static constexpr std::uint32_t kShift = 24 - 9;
-  static constexpr bool kOpen = true;
-};
-static_assert(kFusedBins == 1 << 9);
-
 /// Floats of a token's values.
 int __host__ __device__ value_stride(int heads, int group) { return heads == 2 ? group : heads; }
 
@@ -59,7 +51,7 @@ __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
     const transfer::AttendedSpans spans =
         transfer::attended_spans(request.rule, __ldcg(&counters->length), query);
     started = FusedShare(spans.sink_end, spans.eligible_end, peers.rank, shape.blocks);
-    reader.start(request.sketches[query.sequence], started);
+    reader.start(request.sketches[query.sequence], started.first, started.last);
   };
   // Whole warps. Those that project have no time for it before the others wait for them.
   const bool projects = static_cast<int>(threadIdx.x) < planes.workers;
@@ -225,7 +217,8 @@ __global__ __launch_bounds__(kFusedThreads + kAppendRoom, 1) void select_collisi
   }
   if (!work.empty()) {  // as all of the group
     const FusedShare share(work.plan.begin, work.plan.end, rank, shape.blocks);
-    if (!shape.early || !(share == started)) reader.start(work.plan.blocks, share);
+    if (!shape.early || !(share == started))
+      reader.start(work.plan.blocks, share.first, share.last);
     score_tokens<kHeads>(args, work, reader, pairs, values, warp_sums);
     exchange_totals<kHeads>(args, work, peers, warp_sums, shared);
     write_keys<kHeads>(work, args.request.kv.group(), values, shared, keys);
@@ -254,8 +247,7 @@ int heads_of(int group) { return group <= 2 ? 2 : kPairHeads; }
 bool plan_soft(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
   const ScoreParams& params = shape.params;
   const int groups = shape.kv_heads * shape.num_queries;
-  if (params.estimator != Estimator::kSoftCollision || params.logit_like() ||
-      !TableShape(params).p10_l60() || !one_set(shape) || shape.group > kPairHeads ||
+  if (!keeps_values(params) || !one_set(shape) || shape.group > kPairHeads ||
       shape.plane_dim > FusedTables::kMaxHeadDim ||
       groups > std::min(device.processors, kFusedParts)) {
     return false;

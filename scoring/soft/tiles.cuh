@@ -1,7 +1,7 @@
 #pragma once
 
-#include "scoring/fused/scores_cuda.cuh"
-#include "scoring/soft/spans.cuh"
+#include "scoring/fused/choice_cuda.cuh"
+#include "scoring/soft/tables.cuh"
 
 #include <cstdint>
 
@@ -17,19 +17,27 @@ __device__ inline std::uint32_t key_of_value(float value) {
   return static_cast<std::uint32_t>(max(__float_as_int(value) + 2, 1));
 }
 
+/// Bins of values times a factor that makes their mean 1, of equally many floats from 3/4 to 3.
+struct ValueBins {
+  static constexpr std::uint32_t kBase = 0x3F400000U + 2;  // as in `key_of_value`
+  static constexpr std::uint32_t kShift = 24 - 9;
+  static constexpr bool kOpen = true;
+};
+static_assert(kFusedBins == 1 << 9);
+
 /// Makes values of the sums of collisions.
 class SumWeigher {
  public:
   explicit __device__ SumWeigher(const ScoreParams& params)
-      : scale_(TableShape(params).sum_scale()),
-        weighted_(params.weighting == ValueWeighting::kLinear) {}
+      : weighted_(params.weighting == ValueWeighting::kLinear) {}
 
   /// Of one token's; those of an eligible one are added to `totals`.
   template <int kHeads>
   __device__ void weigh(std::uint16_t value_norm, bool eligible, float (&sums)[kHeads],
                         float (&totals)[kHeads]) const {
     const bool finite = value_norm != hashing::kNonfiniteNorm;
-    const float weight = finite ? scale_ * (weighted_ ? norm_value(value_norm) : 1.0F) : 0.0F;
+    constexpr float kScale = 1.0F / (kPairScale * kPairScale);
+    const float weight = finite ? kScale * (weighted_ ? norm_value(value_norm) : 1.0F) : 0.0F;
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       sums[h] *= weight;
@@ -39,29 +47,39 @@ class SumWeigher {
   }
 
  private:
-  float scale_;
   bool weighted_;
 };
 
+__device__ inline float warp_sum(float value) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(kFullWarp, value, offset);
+  }
+  return value;
+}
+
 #if defined(KVTIER_HAS_CLUSTERS)
 
-/// A warp's tiles of 32 tokens, each lane with its token: every kPassWarps-th of the block's. The
+/// A warp's tiles of 32 tokens, each lane with its token: every kFusedWarps-th of the block's. The
 /// next is read while one is scored; through shared memory, by the copy engine, takes more
 /// instructions and longer (H200, 128K tokens: 47 us for 43).
 class TileReader {
  public:
-  __device__ TileReader(const FilterArgs& args, int kv_head)
-      : lane_(args.request.sketch, kv_head) {}
+  __device__ TileReader(const FilterArgs& args, int kv_head) {
+    const hashing::SketchGeometry& sketch = args.request.sketch;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    chunks_ = sketch.chunk_offset(kv_head, 0, lane);
+    norms_ = sketch.value_norm_offset(kv_head, lane);
+  }
 
-  /// Reads the first tile of a share.
-  __device__ void start(const std::byte* const* blocks, const FusedShare& share) {
+  /// Reads the first tile of the units [first, last).
+  __device__ void start(const std::byte* const* blocks, int first, int last) {
     constexpr int kTilesPerUnit = kFusedUnit / kFusedTile;
     blocks_ = blocks;
-    last_ = share.last * kTilesPerUnit;
-    tile_ = share.first * kTilesPerUnit + static_cast<int>(threadIdx.x) / 32;
-    if (share.units() == 0) return;
+    last_ = last * kTilesPerUnit;
+    tile_ = first * kTilesPerUnit + static_cast<int>(threadIdx.x) / 32;
+    if (first >= last) return;
     read(tile_, block_of(tile_));
-    block_ahead_ = block_of(tile_ + kPassWarps);
+    block_ahead_ = block_of(tile_ + kFusedWarps);
   }
   /// Takes the lane's next token, and reads ahead.
   __device__ bool next(std::int64_t& token, P10L60Code& code, std::uint16_t& norm) {
@@ -69,10 +87,10 @@ class TileReader {
     token = std::int64_t{tile_} * kFusedTile + threadIdx.x % 32;
     code = code_;
     norm = norm_;
-    tile_ += kPassWarps;
+    tile_ += kFusedWarps;
     if (tile_ < last_) {
       read(tile_, block_ahead_);
-      block_ahead_ = block_of(tile_ + kPassWarps);
+      block_ahead_ = block_of(tile_ + kFusedWarps);
     }
     return true;
   }
@@ -84,12 +102,13 @@ class TileReader {
     return blocks_[min(tile, last_ - 1) / kTilesPerBlock];
   }
   __device__ void read(int tile, const std::byte* block) {
-    const Cursor at(block, tile % kTilesPerBlock * kFusedTile);
-    norm_ = lane_.value_norm(at, 0);
-    code_ = read_p10_l60(lane_.chunks(at, 0));
+    const int token = tile % kTilesPerBlock * kFusedTile;
+    norm_ = __ldg(reinterpret_cast<const std::uint16_t*>(block + norms_) + token);
+    code_ = read_p10_l60(reinterpret_cast<const uint4*>(block + chunks_) + token);
   }
 
-  Lane lane_;
+  std::int64_t chunks_;  // of the lane's token of a tile, in a block
+  std::int64_t norms_;
   const std::byte* const* blocks_ = nullptr;
   const std::byte* block_ahead_ = nullptr;
   int tile_ = 0;

@@ -14,10 +14,10 @@ inline constexpr int kListed = 8192;
 
 /// Dynamic shared memory, before attention.
 struct ChoiceMemory {
-  WideExchange exchange;
-  alignas(16) FusedNorms norms[kFusedWarps][kFusedUnit];
   alignas(16) std::uint32_t keys[kListed];
   std::int32_t tokens[kListed];
+  alignas(16) FusedNorms norms[kFusedWarps][kFusedUnit];
+  WideExchange exchange;
   // The warps' units follow.
 };
 static_assert(sizeof(ChoiceMemory) % 16 == 0);
@@ -69,7 +69,7 @@ struct KeyOrder {
     if constexpr (!kByScore) return static_cast<int>(key);
     if (!prioritised || key == 0) return static_cast<int>(key);
     const float log_uniform = log2_norm(priority_uniform(set, static_cast<std::uint32_t>(token)));
-    const float steps = floorf(fmaf(log_uniform, kKeySteps, static_cast<float>(key)));
+    const float steps = floorf(fmaf(log_uniform, ShareKeys::kSteps, static_cast<float>(key)));
     return max(static_cast<int>(steps), 1);
   }
 };
@@ -241,20 +241,22 @@ __device__ inline void gather_unit(const FilterArgs& args, const FusedWork& work
 /// Writes the exact keys of the listed tokens, 0 of those below `least`, and counts the others in
 /// `shared.bins`. Returns how many the thread has counted. No barrier at the end. kWeighs: writes
 /// keys of the scores and, at the same places, the masses of the tokens, and counts nothing.
-template <bool kWeighs, int kQuads, int kChunks, int kBits>
+template <bool kWeighs, typename Kernel>
 __device__ unsigned write_exact_keys(const FilterArgs& args, const FusedWork& work,
                                      const Candidates& found, std::uint32_t least,
                                      const StreamQueries& queries,
                                      [[maybe_unused]] const RecallShared* recall,
                                      [[maybe_unused]] std::uint32_t* masses, ChoiceMemory& memory,
                                      FusedShared& shared) {
+  constexpr int kQuads = Kernel::kQuads;
+  constexpr int kChunks = Kernel::kChunks;
   const ScoreParams& params = args.request.params;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   std::byte* const unit =
       reinterpret_cast<std::byte*>(&memory + 1) + warp * fused_unit_bytes(chunks);
-  UnitScorer<kQuads, kChunks, kBits> scorer(params, queries, chunks, memory.norms[warp]);
+  UnitScorer<kQuads, kChunks, Kernel::kBits> scorer(params, queries, chunks, memory.norms[warp]);
   const FusedPriorities priorities(params, work.kv_head);
   float references[kQuads];
 #pragma unroll

@@ -1,6 +1,7 @@
 #include "scoring/fused/attention_cuda.cuh"
 #include "scoring/fused/choice_cuda.cuh"
 #include "scoring/fused/launch_cuda.cuh"
+#include "scoring/stream/collisions_cuda.cuh"
 #include "scoring/stream/recall_cuda.cuh"
 #include "scoring/stream/stream_cuda.h"
 #include "transfer/device/launch_cuda.cuh"
@@ -188,21 +189,72 @@ __device__ KeyError key_error(int group, const StreamQueries& queries, const Fus
   return error;
 }
 
+/// The same of soft collisions; fills the least shares of the heads in `shared.factors`, too.
+__device__ void add_value_parts(const FilterArgs& args, const StreamParts& parts, bool counts,
+                                FusedShared& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int head = static_cast<int>(threadIdx.x) / 32;
+  uint4 bins{};
+  if (counts) bins = sum_counts<false>(args, parts);
+  if (head < args.request.kv.group()) {
+    float total = 0.0F;
+    float share = 1.0F;
+    for (int block = parts.first + lane; block <= parts.last; block += 32) {
+      const float2 part =
+          __ldcg(args.filter.stream_sums + (parts.index + block) * kMaxGroup + head);
+      share = fminf(share, part.x);
+      total += part.y;
+    }
+    total = warp_sum(total);
+    const unsigned least = __reduce_min_sync(kFullWarp, __float_as_uint(share));
+    if (lane == 0) {
+      shared.references[head] = total > 0.0F ? __log2f(total) : 0.0F;
+      shared.factors[head] = __uint_as_float(least);
+    }
+  }
+  if (counts) add_counts(bins, shared);
+  __syncthreads();
+}
+
+/// The exact combined value over the one with references is a mean of what their heads' factors are
+/// off by, weighted by the heads' shares. These are no less than the least ones; what is left of 1
+/// may be of any head.
+__device__ KeyError value_error(int group, const StreamQueries& queries,
+                                const FusedShared& shared) {
+  constexpr float kRounded = 1.0F - 1e-5F;
+  float sum = 0.0F;
+  float rest = 1.0F;
+  float least = INFINITY;
+  float most = 0.0F;
+  for (int head = 0; head < group; ++head) {
+    const float off = exp2f(queries.references[head] - shared.references[head]);
+    const float share = shared.factors[head] * kRounded;
+    sum = fmaf(share, off, sum);
+    rest -= share;
+    least = fminf(least, off);
+    most = fmaxf(most, off);
+  }
+  rest = fmaxf(rest, 0.0F);
+  return {.least = -__log2f(fmaf(rest, most, sum)), .most = -__log2f(fmaf(rest, least, sum))};
+}
+
 /// Steps that the rounding of an approximate key takes at most.
 constexpr float kRounding = 2.0F;
 
 /// The least approximate key of a token whose exact key, base 2, may be `exact` or more.
 /// `rounding`: steps that the approximate key may be lower by.
+template <typename Keys>
 __device__ int least_approximate(float exact, const KeyError& error, float rounding) {
   const float bound = exact + error.least;
   if (!(bound >= kLeastLogSum) || !(error.most < kMostLogShare)) return 1;
-  const float steps = floorf((bound + kKeyOffset) * kKeySteps) - rounding;
+  const float steps = floorf((bound + Keys::kOffset) * Keys::kSteps) - rounding;
   return static_cast<int>(fminf(fmaxf(steps, 1.0F), 65535.0F));
 }
 
 /// The least approximate key of tokens that may be among the `wanted` best, by the counts in
 /// `shared.bins`, which are clear afterwards. `rounding`: as of `least_approximate`. All threads;
 /// begins after a barrier and ends with one.
+template <typename Keys>
 __device__ int least_of_best(std::uint32_t wanted, const KeyError& error, float rounding,
                              FusedShared& shared) {
   const int bin = kFusedBins - 1 - static_cast<int>(threadIdx.x);  // the best first
@@ -215,8 +267,19 @@ __device__ int least_of_best(std::uint32_t wanted, const KeyError& error, float 
   __syncthreads();  // the bin of the last one is known
   if (shared.bin == 0) return 1;
   // As many tokens have approximate keys of at least this one, so exact keys of at least that.
-  const float least = static_cast<float>(StreamBins::least(shared.bin)) / kKeySteps - kKeyOffset;
-  return least_approximate(least - error.most, error, rounding);
+  const float least = static_cast<float>(Keys::least_of(shared.bin)) / Keys::kSteps - Keys::kOffset;
+  return least_approximate<Keys>(least - error.most, error, rounding);
+}
+
+/// The least approximate key of tokens that are among the `wanted` best for certain, after
+/// `least_of_best`: fewer tokens have approximate keys above the bin which that has found, so one
+/// of the best has a key below its end.
+constexpr int kNeverCertain = 1 << 16;
+template <typename Keys>
+__device__ int least_certain(const KeyError& error, const FusedShared& shared) {
+  if (shared.bin == kFusedBins - 1 || !(error.most < kMostLogShare)) return kNeverCertain;
+  const float steps = ceilf((error.most - error.least) * Keys::kSteps) + kRounding;
+  return Keys::least_of(shared.bin + 1) + static_cast<int>(fminf(steps, 65536.0F));
 }
 
 /// Writes the listed tokens with keys above `found_cut.cut`. All threads; begins with a barrier.
@@ -250,6 +313,18 @@ __device__ void write_listed(const FilterArgs& args, const FusedWork& work,
   }
 }
 
+/// Finds the best of the listed tokens, as `find_best`.
+template <typename Keys>
+__device__ FusedCut find_listed(const FilterArgs& args, const FusedWork& work,
+                                const BlockExchange& peers, int first_round,
+                                const Candidates& found, ChoiceMemory& memory,
+                                FusedShared& shared) {
+  FusedWork listed = work;
+  listed.count = found.padded();
+  return find_best<typename Keys::ExactBins>(args, listed, peers, first_round, found.keys,
+                                             memory.exchange, shared);
+}
+
 /// Posts the block's count of chosen tokens; returns that of all blocks of the group, and adds
 /// those of earlier ones to `shared.chosen_before`. All threads; begins and ends with a barrier.
 __device__ std::uint32_t exchange_counts(unsigned of_thread, int round, const BlockExchange& peers,
@@ -278,7 +353,7 @@ __device__ std::uint32_t exchange_counts(unsigned of_thread, int round, const Bl
 
 /// Finds how many of the best tokens reach a recall target, and what the missed mass is made from.
 /// Advances `round`. All threads; ends with a barrier.
-template <int kQuads, int kChunks, int kBits>
+template <typename Kernel>
 __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& work,
                                     const StreamParts& parts, int query_index,
                                     const KeyError& error, const BlockExchange& peers, int& round,
@@ -302,14 +377,14 @@ __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& wor
     if (work.plan.k < eligible) {
       add_counts(sum_counts<true>(args, parts), shared);
       __syncthreads();  // the counts of all blocks of the pass are there
-      least = least_of_best(count, error, kRounding + 1.0F, shared);
+      least = least_of_best<ShareKeys>(count, error, kRounding + 1.0F, shared);
     }
     const ApproximateKeys approximate(args, work);
     const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
     std::uint32_t* const masses =
-        args.filter.slots + work.group_index * args.max_tokens + work.first_token;
-    (void)write_exact_keys<true, kQuads, kChunks, kBits>(args, work, found, 1, queries, &recall,
-                                                         masses, memory, shared);
+        args.filter.masses + work.group_index * args.max_tokens + work.first_token;
+    (void)write_exact_keys<true, Kernel>(args, work, found, 1, queries, &recall, masses, memory,
+                                         shared);
     __syncthreads();  // keys and masses are there
     count = count_by_mass(args, work, peers, found, masses, round, memory.exchange, recall, shared);
   }
@@ -321,11 +396,12 @@ __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& wor
 
 /// Chooses for a (query, KV head) of which something is eligible. Returns how many tokens are
 /// chosen.
-template <bool kRecall, int kQuads, int kChunks, int kBits>
+template <bool kRecall, typename Kernel>
 __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts& parts,
                       int query_index, const BlockExchange& peers, TaggedWord* posted,
                       ChoiceMemory& memory, StreamQueries& queries,
                       [[maybe_unused]] RecallShared* recall, FusedShared& shared) {
+  using Keys = typename Kernel::Keys;
   const ScoreParams& params = args.request.params;
   const int group = args.request.kv.group();
   const bool prioritised = params.rule == SelectionRule::kPriority;
@@ -342,8 +418,8 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
   const KeyError error = key_error(group, queries, shared);
   int rounds = 0;
   if constexpr (kRecall) {
-    work.plan.k = find_count<kQuads, kChunks, kBits>(args, work, parts, query_index, error, peers,
-                                                     rounds, memory, queries, *recall, shared);
+    work.plan.k = find_count<Kernel>(args, work, parts, query_index, error, peers, rounds, memory,
+                                     queries, *recall, shared);
     if (work.plan.k < eligible) {
       add_counts(sum_counts<false>(args, parts), shared);
       __syncthreads();  // the counts of all blocks of the pass are there
@@ -355,15 +431,15 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
   if (bounded) {
     // A priority of p / u, where p is the mean of the heads' shares.
     const float least_sum = params.threshold * static_cast<float>(group);
-    least = least_approximate(log2_norm(least_sum), error, kRounding);
+    least = least_approximate<Keys>(log2_norm(least_sum), error, kRounding);
     least_key = __float_as_uint(fmaxf(least_sum, kLeastSum)) | 0x80000000U;
   } else if (work.plan.k < eligible) {
     const auto wanted = static_cast<std::uint32_t>(work.plan.k + (prioritised ? 1 : 0));
-    least = least_of_best(wanted, error, kRounding, shared);
+    least = least_of_best<Keys>(wanted, error, kRounding, shared);
   }
   const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
-  const unsigned counted = write_exact_keys<false, kQuads, kChunks, kBits>(
-      args, work, found, least_key, queries, nullptr, nullptr, memory, shared);
+  const unsigned counted = write_exact_keys<false, Kernel>(args, work, found, least_key, queries,
+                                                           nullptr, nullptr, memory, shared);
   auto chosen = static_cast<std::uint32_t>(work.plan.k);
   bool all = false;
   if (bounded) {
@@ -377,16 +453,43 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
     }
   }
   FusedCut cut;
-  if (!all) {
-    FusedWork listed = work;
-    listed.count = found.padded();
-    cut = find_best<ShareBins>(args, listed, peers, rounds, found.keys, memory.exchange, shared);
-  }
+  if (!all) cut = find_listed<Keys>(args, work, peers, rounds, found, memory, shared);
   write_listed(args, work, peers, cut, found, posted, shared);
   if (peers.rank == 0 && threadIdx.x == 0) {
     args.selection.counts[work.group_index] = static_cast<std::int32_t>(chosen);
   }
   return static_cast<int>(chosen);
+}
+
+/// The same of soft collisions.
+template <int kHeads>
+__device__ int choose_values(const FilterArgs& args, const FusedWork& work,
+                             const StreamParts& parts, const BlockExchange& peers,
+                             TaggedWord* posted, ChoiceMemory& memory, const StreamQueries& queries,
+                             FusedShared& shared) {
+  const bool chooses = work.plan.k < work.plan.end - work.plan.begin;
+  auto* const pairs = reinterpret_cast<std::uint32_t*>(memory.norms);
+  prefetch_blocks(work);
+  const ApproximateKeys approximate(args, work);
+  load_pairs<kHeads>(args, work.group_index, pairs);
+  add_value_parts(args, parts, chooses, shared);
+  const KeyError error = value_error(args.request.kv.group(), queries, shared);
+  int least = 1;
+  int certain = kNeverCertain;
+  if (chooses) {
+    least = least_of_best<CollisionKeys>(static_cast<std::uint32_t>(work.plan.k), error, kRounding,
+                                         shared);
+    certain = least_certain<CollisionKeys>(error, shared);
+  }
+  const KeyOrder<false> order(args.request.params, work.kv_head);
+  const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
+  write_exact_keys<kHeads>(args, work, found, certain, pairs, shared);
+  const FusedCut cut = find_listed<CollisionKeys>(args, work, peers, 0, found, memory, shared);
+  write_listed(args, work, peers, cut, found, posted, shared);
+  if (peers.rank == 0 && threadIdx.x == 0) {
+    args.selection.counts[work.group_index] = static_cast<std::int32_t>(work.plan.k);
+  }
+  return static_cast<int>(work.plan.k);
 }
 
 #endif
@@ -396,7 +499,7 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
 // others' part before it posts the next. Then they attend, if that is wanted. Dynamic shared
 // memory: `ChoiceMemory`, in the place of which attention works. kRecall: as many as a recall
 // target says.
-template <bool kRecall, int kQuads, int kChunks, int kBits>
+template <bool kRecall, typename Kernel>
 __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
     const __grid_constant__ FilterArgs args, const __grid_constant__ FusedInput input,
     const __grid_constant__ FusedAttention attention, const __grid_constant__ ChoiceShape shape) {
@@ -415,7 +518,11 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
   // Of a query of which nothing is eligible they are of no use.
   const std::int64_t group_index = std::int64_t{query_index} * args.request.kv.kv_heads + kv_head;
   const StreamParts parts(args, group_index);
-  args.filter.stream_groups[group_index].load(queries);
+  if constexpr (Kernel::kCollisions) {
+    args.filter.stream_groups[group_index].load_references(queries);
+  } else {
+    args.filter.stream_groups[group_index].load(queries);
+  }
   FusedWork work(args, query_index, kv_head, rank, shape.blocks);
   // There are fewer boxes than groups only where no group has two blocks, and none is used.
   const BlockExchange peers(args, min(work.group_index, std::int64_t{kFusedParts - 1}), rank,
@@ -434,8 +541,14 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
       __shared__ RecallShared of_group;
       recall = &of_group;
     }
-    const int chosen = choose<kRecall, kQuads, kChunks, kBits>(
-        args, work, parts, query_index, peers, posted, memory, queries, recall, shared);
+    int chosen = 0;
+    if constexpr (Kernel::kCollisions) {
+      chosen =
+          choose_values<Kernel::kHeads>(args, work, parts, peers, posted, memory, queries, shared);
+    } else {
+      chosen = choose<kRecall, Kernel>(args, work, parts, query_index, peers, posted, memory,
+                                       queries, recall, shared);
+    }
     if (attends && threadIdx.x == 0) rows.count = rows.num_static + chosen;
   }
   if (attends) {
@@ -452,6 +565,7 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
 
 bool stream_serves(const SelectShape& shape) {
   const ScoreParams& params = shape.params;
+  if (params.estimator == Estimator::kSoftCollision) return stream_serves_collisions(shape);
   // Of rows in int8 that have no copies in 16 bits, `row_address` knows nothing.
   const bool reads_static = params.threshold > 0.0F;
   const bool readable = !shape.int8_rows || shape.fp16_sinks;
@@ -472,12 +586,14 @@ void plan_stream(const SelectShape& shape, const DeviceLimits& device, Selection
   constexpr std::int64_t kLeastTokens = 2048;
   const std::int64_t useful = (shape.max_length + kLeastTokens - 1) / kLeastTokens;
   const int groups = shape.kv_heads * shape.num_queries;
+  const bool collides = shape.params.estimator == Estimator::kSoftCollision;
   plan.path = SelectionPath::kStream;
-  plan.reads_queries = true;
+  plan.reads_queries = !collides;
   plan.blocks = static_cast<unsigned>(std::clamp<std::int64_t>(
       std::min<std::int64_t>(device.processors / groups, useful), 1, kFusedBlocks));
-  plan.bytes = static_cast<int>(sizeof(ChoiceMemory)) +
-               kFusedWarps * fused_unit_bytes(sign_chunks(shape.params));
+  plan.bytes = collides ? choice_bytes_of_collisions(shape.group)
+                        : static_cast<int>(sizeof(ChoiceMemory)) +
+                              kFusedWarps * fused_unit_bytes(sign_chunks(shape.params));
 }
 
 void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan) {
@@ -485,14 +601,12 @@ void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args, const Se
   int bytes = plan.bytes;
   const FusedInput input = fused_input(request);
   const FusedAttention attention = fused_attention(request, bytes);
-  const auto plain = [](auto made) {
-    return choose_from_stream<false, made.kQuads, made.kChunks, made.kBits>;
-  };
-  const auto of_recall = [](auto made) {
-    return choose_from_stream<true, made.kQuads, made.kChunks, made.kBits>;
-  };
+  const auto plain = [](auto made) { return choose_from_stream<false, decltype(made)>; };
+  const auto of_recall = [](auto made) { return choose_from_stream<true, decltype(made)>; };
   const auto kernel = args.recall.active ? visit_recall_shape(request, of_recall)
-                                         : visit_stream_shape(request, plain);
+                      : request.params.estimator == Estimator::kSoftCollision
+                          ? visit_collision_shape(request, plain)
+                          : visit_stream_shape(request, plain);
   allow_shape(kernel, bytes);
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(request.query_batch.count));
@@ -502,7 +616,11 @@ void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args, const Se
 }
 
 void enqueue_stream(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan) {
-  enqueue_stream_pass(stream, args);
+  if (args.request.params.estimator == Estimator::kSoftCollision) {
+    enqueue_collision_pass(stream, args);
+  } else {
+    enqueue_stream_pass(stream, args);
+  }
   enqueue_stream_choice(stream, args, plan);
 }
 

@@ -15,78 +15,6 @@ constexpr int stages_of(int known_chunks) { return known_chunks > 0 ? 4 : 2; }
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
-/// What a block scores of one (query, KV head): `references` units that are spread over the
-/// sequence, the same in every block, then its own.
-struct StreamWork {
-  const std::byte* const* blocks;  ///< Sketch blocks of the row.
-  int begin;                       ///< Eligible tokens of the row.
-  int end;
-  std::int64_t group_index;
-  int query_index;
-  int kv_head;
-  int first_of_query;  ///< First unit of the query,
-  int of_query;        ///< how many it has.
-  int references;
-  int first;  ///< First unit of the block,
-  int count;  ///< how many it has,
-  int taken;  ///< and with those that fill the run of the KV head's last block.
-  int each;   ///< Units of every block.
-
-  static constexpr int kUnitsPerReference = 4096;
-  static constexpr int kFewestReferences = 2 * kFusedWarps;
-  static constexpr int kMostReferences = 8 * kFusedWarps;
-
-  StreamWork() = default;
-  /// `at`: a pair of a unit and a KV head. Of no more units than the block has, and of one KV head.
-  __device__ StreamWork(const FilterArgs& args, const StreamUnits& units, int at, int block_end)
-      : query_index(units.query_of(at)), each(units.each) {
-    const int in_row = at - units.before[query_index];
-    const int padded = units.padded[query_index];
-    of_query = units.count(query_index);
-    kv_head = in_row / padded;
-    const int in_head = in_row - kv_head * padded;
-    const SelectRequest& request = args.request;
-    blocks = request.sketches[request.query_batch[query_index].sequence];
-    begin = units.begin[query_index];
-    end = units.end[query_index];
-    group_index = std::int64_t{query_index} * request.kv.kv_heads + kv_head;
-    first_of_query = units.first(query_index);
-    first = first_of_query + in_head;
-    count = max(min(of_query - in_head, block_end - at), 0);
-    taken = min(padded - in_head, block_end - at);
-    // Not of the last one, in which an append makes more tokens eligible.
-    const int wanted = (of_query + kUnitsPerReference - 1) / kUnitsPerReference * kFusedWarps;
-    references = min(min(max(wanted, kFewestReferences), kMostReferences), max(of_query - 1, 1));
-  }
-  /// Of the tokens of a unit from `token` on, those in [begin, end) are eligible.
-  [[nodiscard]] __device__ int begin_in(int token) const { return begin - token; }
-  [[nodiscard]] __device__ int end_in(int token) const { return end - token; }
-  [[nodiscard]] __device__ bool first_of_group() const { return first == first_of_query; }
-  /// The last block that has units of the group, of which `block` has the first `count`.
-  [[nodiscard]] __device__ int last_block(int block) const {
-    return block + (of_query - count + each - 1) / each;
-  }
-  /// Whether the same units are copied for both, and references are equal.
-  [[nodiscard]] __device__ bool prepares_same(const StreamWork& other) const {
-    return group_index == other.group_index && first == other.first && count == other.count &&
-           of_query == other.of_query && begin == other.begin && (of_query > 1 || end == other.end);
-  }
-  /// Units of a warp that give references; the others follow.
-  [[nodiscard]] __device__ int warp_references(int warp) const {
-    return max(references - warp + kFusedWarps - 1, 0) / kFusedWarps;
-  }
-  [[nodiscard]] __device__ int warp_units(int warp) const {
-    return max(count - warp + kFusedWarps - 1, 0) / kFusedWarps;
-  }
-  /// The warp's unit i of those that give references.
-  [[nodiscard]] __device__ int reference_unit(int warp, int i) const {
-    return first_of_query + (warp + i * kFusedWarps) * max(of_query - 1, 1) / references;
-  }
-  [[nodiscard]] __device__ int unit(int warp, int i) const {
-    return first + warp + i * kFusedWarps;
-  }
-};
-
 /// The units of a warp on their way through its ring of stages. Whole warps only.
 template <int kChunks>
 class StreamRing {
@@ -338,12 +266,6 @@ __device__ inline void make_references(const FilterArgs& args, const RecallParts
   __syncthreads();
 }
 
-/// The approximate key of an eligible token with this sum of shares.
-__device__ inline std::uint16_t approximate_key(float sum, float log_uniform) {
-  const float steps = fmaf(log2_norm(sum) - log_uniform, kKeySteps, kKeyOffset * kKeySteps);
-  return static_cast<std::uint16_t>(fminf(fmaxf(steps, 1.0F), 65535.0F));
-}
-
 /// Key norms of the lane's tokens of a tile.
 template <typename Scorer>
 __device__ void key_norms(const Scorer& scorer, int tile, float (&keys)[4]) {
@@ -460,12 +382,13 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
       if (prioritised) {
         log_uniform = log2_norm(priority_uniform(set, static_cast<std::uint32_t>(first + token)));
       }
-      const unsigned key = eligible ? approximate_key(sum, log_uniform) : 0U;
+      const unsigned key = eligible ? approximate_key<ShareKeys>(log2_norm(sum) - log_uniform) : 0U;
       keys[first + tile * kFusedTile] = static_cast<std::uint16_t>(key);
       if (eligible) {
-        atomicAdd(bins + StreamBins::of(key), 1U);
+        atomicAdd(bins + ShareKeys::bin_of(key), 1U);
         if constexpr (kRecall) {
-          atomicAdd(bins + kFusedBins + StreamBins::of(approximate_key(sum, 0.0F)), 1U);
+          const unsigned of_score = approximate_key<ShareKeys>(log2_norm(sum));
+          atomicAdd(bins + kFusedBins + ShareKeys::bin_of(of_score), 1U);
         }
       }
       __syncwarp();  // binary products take whole warps

@@ -1,11 +1,12 @@
 #pragma once
 
-#include "scoring/fused/scores_cuda.cuh"
+#include "scoring/fused/choice_cuda.cuh"
 
 #include <cstdint>
 
-/// Selection by a stream of keys: norm-aware with integer weights and a selection per KV head, of
-/// any length, number of queries and group of query heads.
+/// Selection by a stream of keys: a selection per KV head of any length, number of queries and
+/// group of query heads, norm-aware with integer weights or of soft collisions, whose method
+/// differs in part (stream/collisions_cuda.cuh).
 ///
 /// 1. `stream_pass` (stream/pass_cuda.cu) reads every sketch once. Its blocks share out evenly the
 ///    units of all queries and KV heads. Of each token it writes a 16-bit *approximate key*, the
@@ -20,21 +21,30 @@
 /// make more tokens be scored again.
 namespace kvtier::scoring::cuda {
 
-/// Approximate keys are 1/128 octaves above 2^-300, 1 the least of an eligible token, 0 of others.
-inline constexpr float kKeySteps = 128.0F;
-inline constexpr float kKeyOffset = 300.0F;
-/// Of approximate keys: 1/8 octaves from 2^-44 to 2^20; what is below counts in the first, what is
-/// above in the last.
-struct StreamBins {
-  static constexpr int kBase = 256 * static_cast<int>(kKeySteps);
-  static constexpr int kShift = 4;
+/// Approximate keys of sums of shares: 1/128 octaves above 2^-300, 1 the least of an eligible
+/// token, 0 of others.
+struct ShareKeys {
+  static constexpr float kSteps = 128.0F;
+  static constexpr float kOffset = 300.0F;
+  using ExactBins = ShareBins;  ///< Of the choice.
 
-  __device__ static int of(unsigned key) {
-    return min(max((static_cast<int>(key) - kBase) >> kShift, 0), kFusedBins - 1);
+  /// The bin of a key, of 1/8 octaves from 2^-44 to 2^20: what is below counts in the first, what
+  /// is above in the last.
+  __device__ static int bin_of(unsigned key) {
+    return min(max((static_cast<int>(key) - kBinBase) >> kBinShift, 0), kFusedBins - 1);
   }
   /// The least key of a bin but the first.
-  __device__ static int least(int bin) { return kBase + (bin << kShift); }
+  __device__ static int least_of(int bin) { return kBinBase + (bin << kBinShift); }
+  static constexpr int kBinBase = 256 * 128;
+  static constexpr int kBinShift = 4;
 };
+
+/// The approximate key of an eligible token, of the base-2 logarithm of what it is ranked by.
+template <typename Keys>
+__device__ std::uint16_t approximate_key(float log) {
+  const float steps = fmaf(log, Keys::kSteps, Keys::kOffset * Keys::kSteps);
+  return static_cast<std::uint16_t>(fminf(fmaxf(steps, 1.0F), 65535.0F));
+}
 
 /// Sums of shares below this one, base 2, may have underflowed: bounds below it take every token.
 inline constexpr float kLeastLogSum = -110.0F;
@@ -141,6 +151,78 @@ struct StreamUnits {
   }
 };
 
+/// What a block scores of one (query, KV head): `references` units that are spread over the
+/// sequence, the same in every block, then its own.
+struct StreamWork {
+  const std::byte* const* blocks;  ///< Sketch blocks of the row.
+  int begin;                       ///< Eligible tokens of the row.
+  int end;
+  std::int64_t group_index;
+  int query_index;
+  int kv_head;
+  int first_of_query;  ///< First unit of the query,
+  int of_query;        ///< how many it has.
+  int references;
+  int first;  ///< First unit of the block,
+  int count;  ///< how many it has,
+  int taken;  ///< and with those that fill the run of the KV head's last block.
+  int each;   ///< Units of every block.
+
+  static constexpr int kUnitsPerReference = 4096;
+  static constexpr int kFewestReferences = 2 * kFusedWarps;
+  static constexpr int kMostReferences = 8 * kFusedWarps;
+
+  StreamWork() = default;
+  /// `at`: a pair of a unit and a KV head. Of no more units than the block has, and of one KV head.
+  __device__ StreamWork(const FilterArgs& args, const StreamUnits& units, int at, int block_end)
+      : query_index(units.query_of(at)), each(units.each) {
+    const int in_row = at - units.before[query_index];
+    const int padded = units.padded[query_index];
+    of_query = units.count(query_index);
+    kv_head = in_row / padded;
+    const int in_head = in_row - kv_head * padded;
+    const SelectRequest& request = args.request;
+    blocks = request.sketches[request.query_batch[query_index].sequence];
+    begin = units.begin[query_index];
+    end = units.end[query_index];
+    group_index = std::int64_t{query_index} * request.kv.kv_heads + kv_head;
+    first_of_query = units.first(query_index);
+    first = first_of_query + in_head;
+    count = max(min(of_query - in_head, block_end - at), 0);
+    taken = min(padded - in_head, block_end - at);
+    // Not of the last one, in which an append makes more tokens eligible.
+    const int wanted = (of_query + kUnitsPerReference - 1) / kUnitsPerReference * kFusedWarps;
+    references = min(min(max(wanted, kFewestReferences), kMostReferences), max(of_query - 1, 1));
+  }
+  /// Of the tokens of a unit from `token` on, those in [begin, end) are eligible.
+  [[nodiscard]] __device__ int begin_in(int token) const { return begin - token; }
+  [[nodiscard]] __device__ int end_in(int token) const { return end - token; }
+  [[nodiscard]] __device__ bool first_of_group() const { return first == first_of_query; }
+  /// The last block that has units of the group, of which `block` has the first `count`.
+  [[nodiscard]] __device__ int last_block(int block) const {
+    return block + (of_query - count + each - 1) / each;
+  }
+  /// Whether the same units are copied for both, and references are equal.
+  [[nodiscard]] __device__ bool prepares_same(const StreamWork& other) const {
+    return group_index == other.group_index && first == other.first && count == other.count &&
+           of_query == other.of_query && begin == other.begin && (of_query > 1 || end == other.end);
+  }
+  /// Units of a warp that give references; the others follow.
+  [[nodiscard]] __device__ int warp_references(int warp) const {
+    return max(references - warp + kFusedWarps - 1, 0) / kFusedWarps;
+  }
+  [[nodiscard]] __device__ int warp_units(int warp) const {
+    return max(count - warp + kFusedWarps - 1, 0) / kFusedWarps;
+  }
+  /// The warp's unit i of those that give references.
+  [[nodiscard]] __device__ int reference_unit(int warp, int i) const {
+    return first_of_query + (warp + i * kFusedWarps) * max(of_query - 1, 1) / references;
+  }
+  [[nodiscard]] __device__ int unit(int warp, int i) const {
+    return first + warp + i * kFusedWarps;
+  }
+};
+
 inline constexpr int kUnitTiles = kFusedUnit / kFusedTile;
 
 /// A launch of the pass.
@@ -239,7 +321,20 @@ struct StreamGroup {
       last_block = last;
     }
   }
-  /// The same the other way, without a barrier.
+  /// The same of collisions, which have references only.
+  __device__ void keep_references(const float* of_group, int first, int last) {
+    const auto thread = static_cast<int>(threadIdx.x);
+    if (thread < kMaxGroup) references[thread] = of_group[thread];
+    if (thread == 0) {
+      first_block = first;
+      last_block = last;
+    }
+  }
+  __device__ void load_references(StreamQueries& queries) const {
+    const auto thread = static_cast<int>(threadIdx.x);
+    if (thread < kMaxGroup) queries.references[thread] = __ldcg(references + thread);
+  }
+  /// As `keep` the other way, without a barrier.
   __device__ void load(StreamQueries& queries) const {
     const auto thread = static_cast<int>(threadIdx.x);
     for (int i = thread; i < kStreamColumns / 4; i += kFusedThreads) {
@@ -373,6 +468,8 @@ __device__ float reduce_heads(const float (&values)[4], const Combine& combine) 
 /// What the kernels are made for: quads of heads, chunks of planes (0: any), bits of a weight.
 template <int kQuadsOf, int kChunksOf, int kBitsOf>
 struct StreamKernel {
+  using Keys = ShareKeys;
+  static constexpr bool kCollisions = false;
   static constexpr int kQuads = kQuadsOf;
   static constexpr int kChunks = kChunksOf;
   static constexpr int kBits = kBitsOf;

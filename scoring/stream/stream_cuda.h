@@ -13,6 +13,10 @@ void plan_stream(const SelectShape& shape, const DeviceLimits& device, Selection
 /// Fills `args.selection`. Two launches.
 void enqueue_stream(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan);
 
+/// The same of soft collisions, by a pass of its own (stream/collision_pass_cuda.cu).
+[[nodiscard]] bool stream_serves_collisions(const SelectShape& shape);
+void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args);
+
 /// Blocks of the pass, one for each multiprocessor.
 [[nodiscard]] int stream_blocks();
 void enqueue_stream_pass(cudaStream_t stream, const FilterArgs& args);

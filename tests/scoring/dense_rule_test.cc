@@ -58,7 +58,7 @@ TEST(DenseRule, DecidesAsTheMeasuredTable) {
       {{.tokens = 16 * K, .query_heads = 64, .kv_heads = 4, .sequences = 4}, 90.2, 72.2},
       {{.tokens = 16 * K, .path = kOnChip}, 47.8, 25.4},
       {{.tokens = 128 * K, .path = kOnChip}, 215.6, 47.4},
-      {{.tokens = 1024 * K, .path = SelectionPath::kCandidates}, 1543.5, 249.4},
+      {{.tokens = 1024 * K, .path = SelectionPath::kStream}, 1543.5, 249.4},
       {{.tokens = 64 * K, .sequences = 4}, 400.9, 106.9},
       {{.tokens = 64 * K, .sequences = 16}, 1528.2, 283.5},
       {{.tokens = 16 * K, .kv_heads = 4, .path = kOnChip}, 34.1, 29.4},

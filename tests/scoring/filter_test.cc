@@ -87,6 +87,20 @@ class LongRowsTest : public SelectorTest {
            std::to_string(problem.group) + ", k " + std::to_string(problem.config.top_k);
   }
 
+  /// The bits of a key like the first head's query.
+  [[nodiscard]] std::vector<std::uint8_t> bits_of_query(const Problem& problem) const {
+    std::vector<std::uint8_t> bits;
+    for (int i = 0; i < kNumPlanes; ++i) {
+      double sum = 0.0;
+      for (int x = 0; x < kHeadDim; ++x) {
+        sum += oracle::from_bf16(planes_->host_bits()[static_cast<std::size_t>(i * kHeadDim + x)]) *
+               static_cast<double>(problem.queries[static_cast<std::size_t>(x)]);
+      }
+      bits.push_back(sum >= 0.0 ? 1 : 0);
+    }
+    return bits;
+  }
+
   std::unique_ptr<hashing::Planes> planes_;
 };
 
@@ -112,8 +126,8 @@ TEST_P(LongRowsTest, AgreeForMoreThanAHundredThousandTokens) {
     std::size_t score;
     Selection selection;
   };
-  for (const Case test : {Case{0, Selection::kPerKvHead}, Case{1, Selection::kPerQueryHead},
-                          Case{8, Selection::kPerKvHead}}) {
+  for (const Case test : {Case{0, Selection::kPerKvHead}, Case{1, Selection::kPerKvHead},
+                          Case{1, Selection::kPerQueryHead}, Case{8, Selection::kPerKvHead}}) {
     Problem problem = make_problem(scores()[test.score], test.selection, 1, 4, {&set});
     problem.config.top_k = 3030;
     SCOPED_TRACE(describe(problem));
@@ -156,12 +170,20 @@ TEST_P(LongRowsTest, ManyRowsAndWideGroupsAgree) {
   for (std::size_t t = 5; t < 4400; t += 89) sets[3].heads[1][t].finite = false;
   std::vector<const TokenSet*> pointers;
   for (const TokenSet& set : sets) pointers.push_back(&set);
+  struct Case {
+    Score score;
+    int planes;
+  };
+  const Case cases[] = {{scores().back(), 128},
+                        {scores().back(), 256},
+                        {scores().back(), 384},
+                        {scores().front(), 256}};
   for (const int group : {1, 4, 6, 12, 16}) {
-    for (const int planes : {128, 256, 384}) {
-      Problem problem = make_problem(scores().back(), Selection::kPerKvHead, 2, group, pointers);
-      problem.config.num_planes = planes;
+    for (const Case& test : cases) {
+      Problem problem = make_problem(test.score, Selection::kPerKvHead, 2, group, pointers);
+      problem.config.num_planes = test.planes;
       problem.longest = kBeyondFused;
-      SCOPED_TRACE(describe(problem) + ", planes " + std::to_string(planes));
+      SCOPED_TRACE(describe(problem) + ", planes " + std::to_string(test.planes));
 
       const Selected found = run(problem);
 
@@ -206,15 +228,7 @@ TEST_P(LongRowsTest, OneTokenMayOutweighAllOthers) {
       // The token is all that the first head looks for, and few samples see it.
       TokenSet heavy = set;
       oracle::Sketch& token = heavy.heads[0][5973];
-      for (int i = 0; i < kNumPlanes; ++i) {
-        double sum = 0.0;
-        for (int x = 0; x < kHeadDim; ++x) {
-          sum +=
-              oracle::from_bf16(planes_->host_bits()[static_cast<std::size_t>(i * kHeadDim + x)]) *
-              static_cast<double>(problem.queries[static_cast<std::size_t>(x)]);
-        }
-        token.bits[static_cast<std::size_t>(i)] = sum >= 0.0 ? 1 : 0;
-      }
+      token.bits = bits_of_query(problem);
       token.value_norm = 4096.0;
       problem.sequences = {&heavy};
       for (const int top_k : {1, 5000}) {
@@ -227,6 +241,36 @@ TEST_P(LongRowsTest, OneTokenMayOutweighAllOthers) {
       }
     }
   }
+}
+
+// Tokens that are unlike the query and have large values: bounds that round the entries of tables
+// up exceed their scores by more than those of all others. Around the k-th best there are no
+// others.
+TEST_P(LongRowsTest, TokensMayBeFarBelowTheirBounds) {
+  constexpr std::int64_t kLength = 70'000;
+  TokenSet set;
+  set.length = kLength;
+  set.heads.resize(1);
+  Problem problem = make_problem(scores().front(), Selection::kPerKvHead, 1, 1, {&set});
+  problem.longest = kBeyondCaches;
+  std::vector<std::uint8_t> unlike = bits_of_query(problem);
+  for (std::uint8_t& bit : unlike) bit = static_cast<std::uint8_t>(1 - bit);
+  Random random(26);
+  for (std::int64_t t = 0; t < kLength; ++t) {
+    oracle::Sketch token;
+    token.key_norm = 8.0;
+    token.value_norm = t % 350 == 20 ? 3.0 : 1.0;  // 200 are the best
+    for (int i = 0; i < kNumPlanes; ++i) {
+      token.bits.push_back(static_cast<std::uint8_t>(random.bits() & 1));
+    }
+    if (t % 70 == 30) {
+      token.bits = unlike;
+      token.value_norm = 75.0;
+    }
+    set.heads[0].push_back(token);
+  }
+
+  expect_oracle(problem, run(problem));
 }
 
 TEST_P(LongRowsTest, EqualTokensAreTakenInOrder) {

@@ -77,6 +77,40 @@ TEST_F(SelectionPlanTest, LeavesTheLongAndTheManyToTheStream) {
   EXPECT_EQ(plan_of(shape).path, SelectionPath::kStream);
 }
 
+/// The same heads, soft collision as the paper has it, a selection per KV head.
+SelectShape soft_shape_of(std::int64_t tokens) {
+  SelectShape shape = shape_of(tokens);
+  RetrievalConfig config = RetrievalConfig::socket();
+  config.selection = Selection::kPerKvHead;
+  shape.params = score_params(config, 128, 0.088F);
+  return shape;
+}
+
+TEST_F(SelectionPlanTest, KeepsValuesOnChipOrAKeyOfEachToken) {
+  SelectionPlan plan = plan_of(soft_shape_of(128 << 10));
+  EXPECT_EQ(plan.path, SelectionPath::kSoft);
+  EXPECT_TRUE(plan.reads_queries && plan.attends && plan.k_known);
+  plan = plan_of(soft_shape_of(1 << 20));
+  EXPECT_EQ(plan.path, SelectionPath::kStream);
+  EXPECT_TRUE(plan.attends && plan.k_known);
+  EXPECT_FALSE(plan.reads_queries);
+  for (const int group : {1, 2, 8, 16}) {
+    SelectShape shape = soft_shape_of(1 << 20);
+    shape.group = group;
+    plan = plan_of(shape);
+    EXPECT_EQ(plan.path, SelectionPath::kStream) << group;
+    EXPECT_EQ(plan.attends, group <= 8) << group;
+    EXPECT_LE(plan.bytes, kDevice.block_bytes) << group;
+  }
+  EXPECT_EQ(plan_of(soft_shape_of(1 << 20), false).path, SelectionPath::kGeneric);
+  SelectShape shape = soft_shape_of(1 << 20);
+  shape.params.weighting = ValueWeighting::kCalibrated;
+  EXPECT_EQ(plan_of(shape).path, SelectionPath::kGeneric);
+  shape = soft_shape_of(1 << 20);
+  shape.params.tables = 50;
+  EXPECT_EQ(plan_of(shape).path, SelectionPath::kGeneric);
+}
+
 TEST_F(SelectionPlanTest, DoesNotKnowTheCountUnderAThreshold) {
   SelectShape shape = shape_of(32 << 10);
   shape.params.threshold = 0.001F;
