@@ -55,6 +55,8 @@ std::vector<OverlapCase> overlap_cases() {
        norm_aware(SketchCode::kScalar, SelectionRule::kPriority, Selection::kPerQueryHead)},
       {"SoftCollision", 6000, 8, 2, 128, soft},
       {"SoftCollisionPerKvHead", 6000, 8, 2, 128, soft_together},
+      {"SoftCollisionStream", 6000, 16, 2, 128, soft_together},
+      {"SoftCollisionStreamOnDevice", 6000, 16, 2, 128, soft_together, KvPlacement::kDevice},
       {"Recall", 6000, 8, 2, 128, norm_aware(SketchCode::kSign, SelectionRule::kTopK),
        KvPlacement::kHost, 0.9},
       {"Short", 700, 8, 2, 64, with(usual, 64)},
