@@ -328,7 +328,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     const int count = max(last - first - warp + kWarps - 1, 0) / kWarps;  // tiles of this warp
     const bool whole = first == 0 && last == static_cast<int>(set.tiles());
     const Parts parts(plan, set);
-    const cuda::TileOrder order(set.tiles(), parts.count);
+    const TileOrder order(set.tiles(), parts.count);
     const Share share{plan.index + part, first, last, static_cast<int>(set.tiles()), parts.count};
     if (started > 0 && !(share == early_share)) drop_started();
     const bool same_queries = share.index == queries_of;

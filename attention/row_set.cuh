@@ -1,6 +1,7 @@
 #pragma once
 
 #include "attention/flash_decode.h"
+#include "attention/tile_order.h"
 #include "attention/warp_attention.cuh"
 #include "transfer/kv/sequence.h"
 
@@ -249,39 +250,6 @@ __device__ RowTotals make_plan(const AttendRequest& request,
   __syncthreads();  // the plan is complete
   return totals;
 }
-
-/// In which order the tiles of a set are worked on. The parts of a set, runs of the new order, take
-/// tiles in turn, so that blocks that run side by side read neighbours: few pages are in use at a
-/// time (H200, dense over 1,048,576 tokens: 1051 us in token order, 1008 us so).
-class TileOrder {
- public:
-  __device__ TileOrder(std::int64_t tiles, int parts)
-      : parts_(static_cast<unsigned>(parts)),
-        rounds_(static_cast<unsigned>(tiles) / parts_),
-        longer_(static_cast<unsigned>(tiles) % parts_) {}
-
-  [[nodiscard]] __device__ int tile(int place) const {
-    const auto i = static_cast<unsigned>(place);
-    const unsigned in_longer = longer_ * (rounds_ + 1);
-    if (i < in_longer) {
-      return static_cast<int>(i % (rounds_ + 1) * parts_ + i / (rounds_ + 1));
-    }
-    const unsigned rest = i - in_longer;
-    return static_cast<int>(rest % rounds_ * parts_ + longer_ + rest / rounds_);
-  }
-
-  /// Of `count` places from `begin` on, `step` apart and in one part, those of the first tiles.
-  [[nodiscard]] __device__ int num_below(int first_tiles, int begin, int step, int count) const {
-    int below = count;
-    while (below > 0 && tile(begin + (below - 1) * step) >= first_tiles) --below;
-    return below;
-  }
-
- private:
-  unsigned parts_;
-  unsigned rounds_;  ///< Tiles of a part; the first `longer_` parts have one more.
-  unsigned longer_;
-};
 
 /// Finds the rows of one warp's tiles in a set, two tiles at a time, lane r + 16 i being row r of
 /// tile i. Ids are loaded two pairs ahead and page addresses one pair ahead, so that neither load

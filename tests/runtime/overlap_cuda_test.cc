@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -20,6 +21,7 @@ struct OverlapCase {
   KvPlacement placement = KvPlacement::kHost;
   double recall = 0.0;
   LayerMode mode = LayerMode::kSparse;
+  int queries = 1;  // of a step
 };
 
 std::ostream& operator<<(std::ostream& out, const OverlapCase& c) { return out << c.name; }
@@ -65,6 +67,9 @@ std::vector<OverlapCase> overlap_cases() {
       {"DenseWideGroup", 2048, 16, 1, 128, usual, KvPlacement::kDevice, 0.0, LayerMode::kDense},
       {"DenseShort", 16, 8, 2, 64, usual, KvPlacement::kDevice, 0.0, LayerMode::kDense},
       {"Window", 6000, 16, 4, 128, usual, KvPlacement::kDevice, 0.0, LayerMode::kSlidingWindow},
+      // More than 32 (query, KV head): a block of attention has parts of several.
+      {"Batch", 3000, 6, 3, 64, with(usual, 512), KvPlacement::kHost, 0.0, LayerMode::kSparse, 16},
+      {"DenseBatch", 2000, 6, 3, 64, usual, KvPlacement::kDevice, 0.0, LayerMode::kDense, 16},
   };
 }
 
@@ -78,6 +83,9 @@ Config config_of(const OverlapCase& c) {
   config.memory.host_bytes = 64 * MiB;
   config.memory.max_session_tokens = 8192;
   config.memory.placement = c.placement;
+  config.memory.row_cache_bytes.reset();
+  config.memory.row_cache_rows = 1024;
+  config.memory.max_batch_rows = std::max(config.memory.max_batch_rows, c.queries);
   if (c.mode != LayerMode::kSparse) {
     config.model.layer_options.assign(
         2, {.mode = c.mode, .window_tokens = c.mode == LayerMode::kSlidingWindow ? 1000 : 0});
@@ -101,9 +109,9 @@ class OverlapTest : public ::testing::TestWithParam<OverlapCase> {
     const OwnStream stream;
     std::vector<std::unique_ptr<DeviceCall>> calls;
     for (std::uint64_t i = 0; i < 12; ++i) {
-      calls.push_back(std::make_unique<DeviceCall>(CallTensors(model, 1, 100 + i)));
+      calls.push_back(std::make_unique<DeviceCall>(CallTensors(model, c.queries, 100 + i)));
     }
-    session.reserve(static_cast<std::int64_t>(calls.size()), stream.ref());
+    session.reserve(static_cast<std::int64_t>(calls.size()) * c.queries, stream.ref());
     stream.synchronize();
     for (std::size_t i = 0; i < calls.size(); ++i) {
       AttendOptions options;
