@@ -7,6 +7,8 @@
 
 import argparse
 import json
+import math
+import statistics
 import sys
 from pathlib import Path
 
@@ -19,6 +21,8 @@ FIXED = ("2026-11-23-h200-smollm2.json", "2026-11-25-h100-smollm2-ends.json")
 BITS = "2026-11-25-h100-smollm2-bits.json"
 TARGETS = ("0.032", "0.045", "0.063", "0.089")
 STEPS = "2026-11-23-h200-priority-step.json"
+MASS = "2026-11-26-cpu-smollm2-mass.json"
+NEEDLE = "2026-11-26-cpu-needle-llama-error.json"
 
 KINDS = ("continuation", "copying", "needles")
 SPARSITIES = (5, 10, 33, 100, 200)
@@ -27,6 +31,7 @@ METHODS = (("top_k", "sign"), ("top_k", "scalar"), ("priority", "sign"), ("prior
 ALWAYS = 128  # sink and window
 TICKS = (32, 64, 128, 256, 512, 1024)
 KEY_BITS = (64, 128, 256, 512)
+LEVELS = (10, 33)
 
 
 def read(name):
@@ -108,6 +113,51 @@ def step_table():
     return lines
 
 
+def standard_error(values):
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def mass_table():
+    rows = read(MASS)["rows"]
+    lines = ["| ranked by | sets | mean | lowest layer | its standard deviation over draws | over sequences | lowest of all |", "|---|---|---|---|---|---|---|"]
+    for weighting, name in (("none", "attention"), ("logit", "attention and value norm")):
+        for selection, sets in SETS.items():
+            own = [row for row in rows if row["value_weighting"] == weighting and row["selection"] == selection and row["sparsity"] == 33]
+            layers = [statistics.mean(layer) for layer in zip(*(row["mass_over_exact"] for row in own))]
+            worst = layers.index(min(layers))
+            draws = statistics.mean(row["deviation_over_draws"][worst] for row in own)
+            sequences = statistics.stdev(row["mass_over_exact"][worst] for row in own)
+            lowest = min(row["lowest"] for row in own)
+            lines.append(f"| {name} | {sets} | {100 * statistics.mean(layers):.2f} % | {100 * layers[worst]:.2f} %, layer {worst} | "
+                         f"{100 * draws:.2f} | {100 * sequences:.2f} | {100 * lowest:.2f} % |")
+    return lines
+
+
+def error_cell(values, layers=None):
+    text = f"{statistics.mean(values):.3f}, {standard_error(values):.3f}".replace("0.", ".")
+    return text + (f" ({min(layers):.2f} to {max(layers):.2f})".replace("0.", ".") if layers else "")
+
+
+def error_table():
+    rows, needle = read(MASS)["rows"], read(NEEDLE)["rows"]
+    traces = list(dict.fromkeys(row["trace"] for row in needle))
+    lines = ["| sets | rows | " + " | ".join((*KINDS, *traces)) + " |", "|---|---|" + "---|" * (len(KINDS) + len(traces))]
+    for selection, sets in SETS.items():
+        for sparsity in LEVELS:
+            cells = []
+            for kind in KINDS:
+                own = [row for row in rows if row["case"].startswith(kind) and row["selection"] == selection and row["sparsity"] == sparsity
+                       and row["value_weighting"] == "logit"]
+                draws = [statistics.mean(draw) for draw in zip(*(row["mean_error_of_priority_over_top_k"] for row in own))]
+                layers = [statistics.mean(layer) for layer in zip(*(row["error_of_priority_over_top_k"] for row in own))]
+                cells.append(error_cell(draws, layers))
+            for trace in traces:
+                row = pick(needle, trace=trace, selection=selection, sparsity=sparsity)
+                cells.append(error_cell([own / other for own, other in zip(row["priority"], row["top_k"])]))
+            lines.append(f"| {sets} | {sparsity}x | {' | '.join(cells)} |")
+    return lines
+
+
 def with_table(text, name, lines):
     begin, end = f"<!-- table {name} -->\n", f"<!-- end of {name} -->\n"
     head, rest = text.split(begin)
@@ -167,6 +217,8 @@ def main():
     new = with_table(new, "bits", bits_table())
     new = with_table(new, "target", target_table())
     new = with_table(new, "step", step_table())
+    new = with_table(new, "mass", mass_table())
+    new = with_table(new, "error", error_table())
     if arguments.check:
         if new != old:
             sys.exit("docs/method.md: expected the tables of benchmarks/results; run benchmarks/quality/real_model.py")
