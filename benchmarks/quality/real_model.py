@@ -21,6 +21,7 @@ FIXED = ("2026-11-23-h200-smollm2.json", "2026-11-25-h100-smollm2-ends.json")
 BITS = "2026-11-25-h100-smollm2-bits.json"
 TARGETS = ("0.032", "0.045", "0.063", "0.089")
 STEPS = "2026-11-23-h200-priority-step.json"
+DRAWS = "2026-11-26-h100-smollm2-draws.json"
 MASS = "2026-11-26-cpu-smollm2-mass.json"
 NEEDLE = "2026-11-26-cpu-needle-llama-error.json"
 
@@ -31,7 +32,7 @@ METHODS = (("top_k", "sign"), ("top_k", "scalar"), ("priority", "sign"), ("prior
 ALWAYS = 128  # sink and window
 TICKS = (32, 64, 128, 256, 512, 1024)
 KEY_BITS = (64, 128, 256, 512)
-LEVELS = (10, 33)
+LEVELS = (10, 33, 100)
 
 
 def read(name):
@@ -117,6 +118,72 @@ def standard_error(values):
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
+def signed(share):
+    return f"{100 * share:+.2f} %"
+
+
+def draw_rows_of(rows, kind, selection, sparsity):
+    """One row of sequences for each seed, with a fixed k."""
+    return [row for row in rows if row["kind"] == kind and row.get("selection") == selection and row.get("sparsity") == sparsity
+            and "error_target" not in row and "equal_to_target" not in row]
+
+
+def changes(rows, found):
+    """ln of perplexity over dense: for each row of `found`, one number for each sequence."""
+    dense = pick(rows, kind=found[0]["kind"], estimator="dense")["perplexity"]
+    return [[math.log(own / dense[i]) for i, own in zip(row["sequences"], row["perplexity"])] for row in found]
+
+
+def divergence_cell(rows, kind, selection, sparsity):
+    found = [statistics.mean(row["kl"]) for row in draw_rows_of(rows, kind, selection, sparsity)]
+    spread = f", {standard_error(found):.5f}".replace("0.", ".") if len(found) > 1 else ""
+    return f"{statistics.mean(found):.5f}".lstrip("0") + spread
+
+
+def perplexity_cell(rows, kind, selection):
+    found = changes(rows, draw_rows_of(rows, kind, selection, 33))
+    draws = [math.expm1(statistics.mean(own)) for own in found]
+    sequences = [statistics.mean(own) for own in zip(*found)]
+    cell = f"{signed(statistics.mean(draws))} "
+    cell += f"({100 * standard_error(draws):.2f}, " if len(draws) > 1 else "(-, "
+    return cell + f"{100 * standard_error(sequences):.2f}; {len(draws)})"
+
+
+def draws_table():
+    rows = read(DRAWS)["cases"]
+    lines = ["| sets | | continuation | copying | needles |", "|---|---|---|---|---|"]
+    for selection, sets in SETS.items():
+        for sparsity in LEVELS:
+            cells = (divergence_cell(rows, kind, selection, sparsity) for kind in KINDS)
+            lines.append(f"| {sets} | KL at {sparsity}x | {' | '.join(cells)} |")
+        cells = (perplexity_cell(rows, kind, selection) for kind in KINDS)
+        lines.append(f"| {sets} | perplexity at 33x | {' | '.join(cells)} |")
+    return lines
+
+
+def equal_pairs(rows, kind):
+    """Of each error target: the row, and the one of the fixed k that is nearest to the rows it takes."""
+    context = int(pick(rows, kind=kind, estimator="dense")["case"].split(".")[1])
+    after = pick(rows, kind=kind, estimator="dense")["rows_attended"] - context
+    fixed = [row for row in rows if row["kind"] == kind and "equal_to_target" in row]
+    for row in sorted((row for row in rows if row["kind"] == kind and "error_target" in row), key=lambda row: row["error_target"]):
+        own = statistics.mean(row["rows_attended"]) - ALWAYS - after
+        yield row["error_target"], own, row, min(fixed, key=lambda other: abs(other["top_k"] - own))
+
+
+def equal_table():
+    rows = read(DRAWS)["cases"]
+    lines = ["| error target | continuation: rows, KL, over that of fixed k | copying | needles |", "|---|---|---|---|"]
+    found = [list(equal_pairs(rows, kind)) for kind in KINDS]
+    for pairs in zip(*found):
+        cells = []
+        for _, own, row, fixed in pairs:
+            kl, other = statistics.mean(row["kl"]), statistics.mean(fixed["kl"])
+            cells.append(f"{own:.0f}, {kl:.5f}, {kl / other:.2f}x".replace(" 0.", " ."))
+        lines.append(f"| {pairs[0][0]} | {' | '.join(cells)} |")
+    return lines
+
+
 def mass_table():
     rows = read(MASS)["rows"]
     lines = ["| ranked by | sets | mean | lowest layer | its standard deviation over draws | over sequences | lowest of all |", "|---|---|---|---|---|---|---|"]
@@ -143,7 +210,7 @@ def error_table():
     traces = list(dict.fromkeys(row["trace"] for row in needle))
     lines = ["| sets | rows | " + " | ".join((*KINDS, *traces)) + " |", "|---|---|" + "---|" * (len(KINDS) + len(traces))]
     for selection, sets in SETS.items():
-        for sparsity in LEVELS:
+        for sparsity in LEVELS[:2]:
             cells = []
             for kind in KINDS:
                 own = [row for row in rows if row["case"].startswith(kind) and row["selection"] == selection and row["sparsity"] == sparsity
@@ -155,6 +222,45 @@ def error_table():
                 row = pick(needle, trace=trace, selection=selection, sparsity=sparsity)
                 cells.append(error_cell([own / other for own, other in zip(row["priority"], row["top_k"])]))
             lines.append(f"| {sets} | {sparsity}x | {' | '.join(cells)} |")
+    return lines
+
+
+def largest_divergence(rows, selection, sparsity):
+    return max(statistics.mean(statistics.mean(row["kl"]) for row in draw_rows_of(rows, kind, selection, sparsity)) for kind in KINDS)
+
+
+def error_range(rows, sparsity):
+    """Error of priority over that of top-k, selections per KV head: the smallest and the largest mean of a kind of text."""
+    found = []
+    for kind in KINDS:
+        own = [row for row in rows if row["case"].startswith(kind) and row["selection"] == "per_kv_head" and row["sparsity"] == sparsity
+               and "mean_error_of_priority_over_top_k" in row]
+        found.append(statistics.mean(statistics.mean(row["mean_error_of_priority_over_top_k"]) for row in own))
+    return f"{min(found):.2f} to {max(found):.2f}".replace("0.", ".")
+
+
+def targets_table():
+    rows, recorded, needle = read(DRAWS)["cases"], read(MASS)["rows"], read(NEEDLE)["rows"]
+    lines = ["| | must | aim | measured |", "|---|---|---|---|"]
+    wanted = {10: (".0002, .0003", ".0001, .0002"), 33: (".0012, .0025", ".0008, .0016"), 100: (".007, .015", ".004, .010")}
+    for sparsity, (must, aim) in wanted.items():
+        found = ", ".join(f"{largest_divergence(rows, sets, sparsity):.5f}".lstrip("0") for sets in ("per_query_head", "per_kv_head"))
+        lines.append(f"| KL at {sparsity}x, the largest of the three kinds: per query head, per KV head | {must} | {aim} | {found} |")
+    for kind in KINDS[:2]:
+        lines.append(f"| perplexity at 33x over dense, per KV head, {kind} | +1 % | +.5 % | {perplexity_cell(rows, kind, 'per_kv_head')} |")
+    ratios = [statistics.mean(row["kl"]) / statistics.mean(fixed["kl"]) for kind in KINDS for _, _, row, fixed in equal_pairs(rows, kind)]
+    lines.append(f"| KL with an error target over that of a fixed k of as many rows, per KV head | 1.05 | .9 | {min(ratios):.2f} to {max(ratios):.2f} |")
+    own = [row for row in recorded if row["value_weighting"] == "none" and row["selection"] == "per_kv_head"]
+    layers = [statistics.mean(layer) for layer in zip(*(row["mass_over_exact"] for row in own))]
+    lines.append(f"| attention mass of top-k over exact, 33x, every layer | 99 % | 99.7 % | {100 * min(layers):.2f} % in the lowest, "
+                 f"{sum(layer >= 0.997 for layer in layers)} of {len(layers)} reach the aim |")
+    for sparsity, must, aim in ((10, ".50", ".33"), (33, ".67", ".50")):
+        cells = [f"{error_range(recorded, sparsity)} on SmolLM2"]
+        for row in needle:
+            if row["selection"] == "per_kv_head" and row["sparsity"] == sparsity:
+                ratio = statistics.mean(own / other for own, other in zip(row["priority"], row["top_k"]))
+                cells.append(f"{ratio:.2f} on {row['trace']}".replace("0.", "."))
+        lines.append(f"| output error of priority over top-k, {sparsity}x, per KV head | {must} | {aim} | {'; '.join(cells)} |")
     return lines
 
 
@@ -217,6 +323,9 @@ def main():
     new = with_table(new, "bits", bits_table())
     new = with_table(new, "target", target_table())
     new = with_table(new, "step", step_table())
+    new = with_table(new, "targets", targets_table())
+    new = with_table(new, "draws", draws_table())
+    new = with_table(new, "equal", equal_table())
     new = with_table(new, "mass", mass_table())
     new = with_table(new, "error", error_table())
     if arguments.check:
