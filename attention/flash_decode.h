@@ -22,7 +22,7 @@ struct OutputItem {
 };
 using OutputBatch = transfer::Batch<OutputItem>;
 
-/// What attention is told beside rows and queries where the kernel that selects attends too
+/// What attention needs beside rows and queries where the kernel that selects attends too
 /// (scoring/selection_plan.h).
 struct AttendTargets {
   float softmax_scale = 0.0F;

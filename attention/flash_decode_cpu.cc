@@ -61,7 +61,7 @@ void count_rows(const AttendRequest& request, const RowCounts& counts) {
       .fetch_add(counts.resident, std::memory_order_relaxed);
 }
 
-/// Tells whether a token's row is in its page only, in memory across the host link.
+/// Returns whether a token's row is in its page only, in memory across the host link.
 bool in_host_page(const AttendRequest& request, std::int64_t resident_begin, std::int64_t token) {
   if (request.pages_on_device || token < request.kv.sink_capacity) return false;
   return request.kv.recent_capacity == 0 || token < resident_begin;

@@ -167,8 +167,8 @@ __device__ void count_planned(const AttendRequest& request, const SelectionView&
   }
 }
 
-/// Every block adds the rows that it found in pages on the host; the last one tells the host, for
-/// each addition crosses the link.
+/// Every block adds the rows that it found in pages on the host; the last one adds them for the
+/// host, for each addition crosses the link.
 __device__ void count_found(const AttendRequest& request, const Workspace& workspace, int blocks,
                             unsigned in_pages) {
   RowCounts& counts = *workspace.counts;
@@ -368,8 +368,8 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
       if (half == 1) rows.next_pair();
       ++started;
     };
-    // The copy engine takes a tile of each warp or two at once. Who gave it more would wait for
-    // room instead of working on what has come.
+    // The copy engine takes a tile of each warp or two at once. With more, the warp would wait for
+    // room in place of working on what has come.
 #pragma unroll 1
     for (int i = started; i < min(num_stages, 2); ++i) start_next();
     if (!same_queries) {

@@ -13,7 +13,7 @@
 /// go through memory and are merged by the last of them.
 namespace kvtier::attention::cuda {
 
-/// Rows that a launch has read, until the last block tells the host.
+/// Rows that a launch has read, until the last block adds them for the host.
 struct RowCounts {
   unsigned long long in_place = 0;
   unsigned long long in_pages = 0;

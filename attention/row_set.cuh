@@ -24,7 +24,7 @@ struct RowSet {
   int num_static = 0;  ///< entries [num_static, count) the list.
   int count = 0;
 
-  /// A set without rows has a tile too, so that somebody writes its result.
+  /// A set without rows has a tile too, so that its result is written.
   [[nodiscard]] __device__ unsigned tiles() const {
     return count > 0 ? (static_cast<unsigned>(count) + kTileRows - 1) / kTileRows : 1;
   }

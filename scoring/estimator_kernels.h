@@ -16,7 +16,7 @@ void build_query_tables(void* stream, const ScoreParams& params, const hashing::
                         const float* queries, int num_queries, int query_heads, float* entries,
                         QueryScalars* scalars);
 
-/// Tells whether the device has what `read_queries` needs, clusters of blocks, and it is faster.
+/// Returns whether the device has what `read_queries` needs, clusters of blocks, and it is faster.
 [[nodiscard]] bool reads_queries_at_once(const ScoreParams& params, const QueryInput& input);
 void read_queries(void* stream, const ScoreParams& params, const hashing::PlanesView& planes,
                   const QueryInput& input, float* queries, float* entries, QueryScalars* scalars);

@@ -16,7 +16,7 @@ namespace kvtier::scoring::cuda {
 /// The head dimension that is served.
 using AttendTile = attention::cuda::TileLayout<kAttendDim>;
 
-/// What the kernel that selects is told about attention.
+/// What the kernel that selects needs for attention.
 struct FusedAttention {
   attention::AttendTargets targets;
   int tiles;  ///< In shared memory at a time, kFusedWarps to 2 kFusedWarps; 0: attention is not
@@ -222,7 +222,7 @@ __device__ void attend_share(const FusedAttention& attention, const HeadSource& 
   __syncthreads();  // states and accumulators of the warps that have tiles are there
 }
 
-/// Merges what the first `warps` warps have, and tells the group. Holds a barrier.
+/// Merges what the first `warps` warps have, and posts the result. Holds a barrier.
 __device__ inline void post_part(int group, int warps, const BlockExchange& peers, TaggedWord* part,
                                  FusedAttentionShared& shared, const std::byte* tiles) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -355,7 +355,7 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
 }
 
 /// Counts the rows of all groups of a query. One thread of the query.
-__device__ inline void tell_rows(const SelectRequest& request, const FusedRows& rows) {
+__device__ inline void count_attended(const SelectRequest& request, const FusedRows& rows) {
   if (request.flags == nullptr) return;
   const auto heads = static_cast<std::uint64_t>(request.kv.kv_heads);
   transfer::cuda::raise(&request.flags->rows_selected,
@@ -364,12 +364,12 @@ __device__ inline void tell_rows(const SelectRequest& request, const FusedRows& 
                         heads * static_cast<std::uint64_t>(rows.count));
 }
 
-/// `attend_chosen` in the format of the pages; one block tells of the rows.
+/// `attend_chosen` in the format of the pages; one block counts the rows.
 __device__ inline void attend_query(const FilterArgs& args, const FusedInput& input,
                                     const FusedAttention& attention, const BlockExchange& peers,
                                     const FusedRows& rows, int query_index, int kv_head,
                                     std::int64_t group_index, std::byte* memory) {
-  if (peers.rank == 0 && kv_head == 0 && threadIdx.x == 0) tell_rows(args.request, rows);
+  if (peers.rank == 0 && kv_head == 0 && threadIdx.x == 0) count_attended(args.request, rows);
   if (args.request.kv.dtype == DType::kFloat16) {
     attend_chosen<__half>(args, input, attention, peers, rows, query_index, kv_head, group_index,
                           memory);

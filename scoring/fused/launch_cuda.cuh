@@ -68,7 +68,7 @@ inline FusedInput fused_input(const SelectRequest& request) {
   return input;
 }
 
-/// What a kernel is told about attention that is to have `bytes` of dynamic shared memory, which
+/// What a kernel needs for attention that is to have `bytes` of dynamic shared memory, which
 /// grow if that needs more.
 inline FusedAttention fused_attention(const SelectRequest& request, int& bytes) {
   FusedAttention attention{};

@@ -215,8 +215,8 @@ struct FusedWork {
   [[nodiscard]] __device__ bool empty() const { return plan.end <= plan.begin; }
 };
 
-/// What a query's first kernel tells beside its scores. One thread of a (query, KV head).
-__device__ inline void tell(const FilterArgs& args, const FusedWork& work) {
+/// Counts the tokens that a query's first kernel scores. One thread of a (query, KV head).
+__device__ inline void count_scored(const FilterArgs& args, const FusedWork& work) {
   const SelectRequest& request = args.request;
   const QueryPlan& plan = work.plan;
   if (work.empty()) args.selection.counts[work.group_index] = 0;

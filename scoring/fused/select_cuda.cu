@@ -78,7 +78,7 @@ __device__ void score_share(const FilterArgs& args, const FusedShape& shape, con
 // `shape.blocks` blocks per (query, KV head), a group, have runs of neighbouring units. Dynamic
 // shared memory: norms of the block's tokens, which become keys, their sums, the ring. The blocks
 // exchange projections of the queries, parts of the normalisers, counts by bins, keys of the last
-// bin, and the numbers of chosen tokens; each waits for all the others' part before it tells the
+// bin, and the numbers of chosen tokens; each waits for all the others' part before it posts the
 // next. Then they attend, if that is wanted.
 template <int kQuads, int kChunks, int kBits>
 __global__ __launch_bounds__(kFusedThreads,
@@ -112,7 +112,7 @@ __global__ __launch_bounds__(kFusedThreads,
       prepare<kBits>(args, input, shape, query_index, kv_head, chunks, peers, ring,
                      *reinterpret_cast<FusedTables*>(dynamic), queries, shared.factors, !attends);
   const FusedWork work(args, query_index, kv_head, rank, shape.blocks);
-  if (rank == 0 && threadIdx.x == 0) tell(args, work);
+  if (rank == 0 && threadIdx.x == 0) count_scored(args, work);
   if (attends) {
     if (threadIdx.x == 0) rows.fill(args, query_index, work.plan.k);
     prefetch_pages(args, query_index, work.plan.end);

@@ -64,7 +64,7 @@ inline int __host__ __device__ fused_token_bytes(int quads) { return 4 + 8 * qua
 /// Heads of a group in quads of four.
 inline int __host__ __device__ fused_quads(int group) { return group <= 4 ? 1 : 2; }
 
-/// What a launch is told beside the request.
+/// What a launch needs beside the request.
 struct FusedShape {
   unsigned blocks;  ///< That share a (query, KV head).
   int capacity;     ///< Tokens of a block, whole units.

@@ -185,7 +185,8 @@ __device__ inline float project(const FilterArgs& args, const FusedPlanes& share
   return project(reinterpret_cast<const std::byte*>(from), tables.queries[head], dim);
 }
 
-/// Projects the group's heads onto the block's share of the planes and tells all. The workers.
+/// Projects the group's heads onto the block's share of the planes and posts the results. The
+/// workers.
 __device__ inline void post_products(const FilterArgs& args, const FusedInput& input,
                                      int query_index, int kv_head, int chunks,
                                      const BlockExchange& peers, const FusedPlanes& share,

@@ -18,7 +18,7 @@ struct FilterArgs;
 
 /// Bytes of what blocks exchange (fused/block_exchange_cuda.cuh), of all (query, KV head) pairs.
 [[nodiscard]] std::size_t mailboxes_bytes(std::int64_t groups);
-/// Words that the blocks of a selection which attends tell one another of their parts, of groups
+/// Words that the blocks of a selection which attends post with their parts, of groups
 /// of query heads, too.
 [[nodiscard]] std::int64_t fused_parts_words(std::int64_t groups, int group);
 /// head_dim of such a selection.

@@ -24,7 +24,7 @@ struct CollisionShape {
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
-/// What a query's first kernel tells beside its scores. One thread of a (query, KV head).
+/// Counts the tokens that a query's first kernel scores. One thread of a (query, KV head).
 __device__ void announce(const FilterArgs& args, const QueryPlan& plan, int kv_head,
                          std::int64_t group_index) {
   const SelectRequest& request = args.request;
@@ -193,7 +193,7 @@ __global__ __launch_bounds__(kSetThreads, 1) void choose_collisions(
 #endif
 }
 
-/// Tells whether the device chooses by `clusters` clusters at a time.
+/// Returns whether the device chooses by `clusters` clusters at a time.
 bool clusters_fit(int clusters, unsigned blocks, int bytes) {
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;

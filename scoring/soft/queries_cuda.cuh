@@ -7,7 +7,7 @@
 #include <cstdint>
 
 /// The tables of soft collision of the P10 L60 shape, which a kernel that selects makes for itself:
-/// each block of a group tells all the chances of its share of the planes, and makes all tables.
+/// each block of a group posts the chances of its share of the planes, and makes all tables.
 namespace kvtier::scoring::cuda {
 
 inline constexpr int kP10L60Bits = kP10L60Tables * kP10L60Planes;
@@ -20,7 +20,7 @@ struct CollisionTables {
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
-/// Projects the group's heads onto the block's share of the planes and tells all their chances. The
+/// Projects the group's heads onto the block's share of the planes and posts their chances. The
 /// workers.
 __device__ inline void post_chances(const FilterArgs& args, const FusedInput& input,
                                     int query_index, int kv_head, const BlockExchange& peers,

@@ -181,7 +181,7 @@ __device__ void write_keys(const FusedWork& work, int group, const float* values
 // shared memory: half pairs, in the place of which blocks later exchange what they have; values of
 // the block's tokens, which become keys, and before what the tables are made from. The blocks
 // exchange chances of the planes, sums of values, counts by bins, and keys of the last bin; each
-// waits for all the others' part before it tells the next. Then they attend, if kAttends: a kernel
+// waits for all the others' part before it posts the next. Then they attend, if kAttends: a kernel
 // that may or may not keeps registers for it that scoring lacks, and spills.
 // kHeads 2: of groups that have no more.
 template <int kHeads, bool kAttends>
@@ -210,7 +210,7 @@ __global__ __launch_bounds__(kFusedThreads + kAppendRoom, 1) void select_collisi
       prepare<kHeads>(args, input, shape, query_index, kv_head, peers, reader,
                       *reinterpret_cast<CollisionTables*>(after), pairs);
   const FusedWork work(args, query_index, kv_head, rank, shape.blocks);
-  if (rank == 0 && threadIdx.x == 0) tell(args, work);
+  if (rank == 0 && threadIdx.x == 0) count_scored(args, work);
   if constexpr (kAttends) {
     if (threadIdx.x == 0) rows.fill(args, query_index, work.plan.k);
     prefetch_pages(args, query_index, work.plan.end);

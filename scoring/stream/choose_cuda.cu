@@ -446,7 +446,7 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
     const std::uint32_t total = exchange_counts(counted, rounds++, peers, shared);
     all = total <= chosen;
     if (all) chosen = total;
-    __syncthreads();  // everyone has the count
+    __syncthreads();  // all threads have the count
     if (threadIdx.x == 0) {
       shared.cut = least_key;
       if (!all) shared.chosen_before = 0;
@@ -527,7 +527,7 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
   // There are fewer boxes than groups only where no group has two blocks, and none is used.
   const BlockExchange peers(args, min(work.group_index, std::int64_t{kFusedParts - 1}), rank,
                             shape.blocks);
-  if (rank == 0 && threadIdx.x == 0) tell(args, work);
+  if (rank == 0 && threadIdx.x == 0) count_scored(args, work);
   const bool attends = attention.tiles > 0;
   if (attends) {
     if (threadIdx.x == 0) rows.fill(args, query_index, 0);

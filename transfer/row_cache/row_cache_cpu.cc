@@ -54,7 +54,7 @@ class HeadGather {
     for (std::size_t i = 0; i < sets_.size(); ++i) {
       for (const Missing& row : missing_[i]) admit(static_cast<std::int64_t>(i), row);
     }
-    tell();
+    add_totals();
   }
 
  private:
@@ -129,7 +129,7 @@ class HeadGather {
     ++totals_.fetched;
     read(row.token, row.staged);
   }
-  void tell() const {
+  void add_totals() const {
     const auto add = [this](std::uint64_t StepFlags::*counter, unsigned long long n) {
       cpu::count(gather_.flags, counter, static_cast<std::int64_t>(n));
     };

@@ -442,8 +442,8 @@ class MissingRows {
   Flight flight_;
 };
 
-/// Adds a block's sums to those of the launch; the last block tells the host and clears them. A
-/// warp's.
+/// Adds a block's sums to those of the launch; the last block adds them for the host and clears
+/// them. A warp's.
 __device__ void add_sums(const RowCacheGather& gather, const unsigned (&sums)[kSums]) {
   RowCacheTotals& totals = *gather.totals;
   unsigned long long* const all[kSums] = {&totals.selected,
@@ -544,7 +544,7 @@ __global__ void __launch_bounds__(kThreads, kFound == Found::kPlaced ? 2 : 1)
     missing.finish();
     return;
   }
-  if constexpr (kFound == Found::kPlaced) cuda::tell_places(geometry, gather, head, sequence);
+  if constexpr (kFound == Found::kPlaced) cuda::publish_places(geometry, gather, head, sequence);
   wait_for<Work::kAdmit>();
   if (gather.flags != nullptr) add_sums(gather, sums);
 }

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-/// How blocks of a gather tell attention, which runs beside them, where rows are, for `*_cuda.*`
+/// How attention, which runs beside a gather, learns from its blocks where rows are, for `*_cuda.*`
 /// files only.
 namespace kvtier::transfer::cuda {
 
@@ -58,8 +58,8 @@ __device__ inline int order_places(const FoundRow* unordered, RowPlace* places, 
 
 /// The last block of a (sequence, KV head) to call it, when all have looked for their rows, makes
 /// the places known. By a warp of each.
-__device__ inline void tell_places(const KvGeometry& geometry, const RowCacheGather& gather,
-                                   int head, int sequence) {
+__device__ inline void publish_places(const KvGeometry& geometry, const RowCacheGather& gather,
+                                      int head, int sequence) {
   const RowCachePlaces& places = gather.places;
   const int lane = static_cast<int>(threadIdx.x % 32);
   int last = 0;
