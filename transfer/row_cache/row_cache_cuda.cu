@@ -489,6 +489,7 @@ __device__ void add_sums(const RowCacheGather& gather, const unsigned (&sums)[kS
 enum class Work : int { kFind = 1, kAdmit = 2 };
 template <Work kWork>
 __device__ void hand_in() {
+  __threadfence_block();  // `bar.arrive` alone orders nothing
   asm volatile("bar.arrive %0, %1;" ::"n"(static_cast<int>(kWork)), "n"(kThreads) : "memory");
 }
 template <Work kWork>
