@@ -105,7 +105,7 @@ struct SessionConfig {
   /// Tokens the session may hold; 0: `MemoryConfig::max_session_tokens`.
   std::int64_t capacity_tokens = 0;
   /// Ids of the first tokens. The session begins with the longest run of whole pages of them that
-  /// is stored (`Session::publish`), as `length` says, and the rest is appended as ever. Leave out
+  /// is stored (`Session::publish`), as `length` says, and the rest is appended as usual. Leave out
   /// the last tokens of a prompt to compute them in any case.
   std::span<const std::int32_t> token_ids{};
   /// Sessions share prefixes only with those opened with the same secret and the same fingerprint,
