@@ -215,12 +215,25 @@ struct FusedWork {
   [[nodiscard]] __device__ bool empty() const { return plan.end <= plan.begin; }
 };
 
+/// The share of a block before the wait, when an append under way may or may not have counted its
+/// tokens. All that are eligible were stored by earlier launches: appends that overlap with a
+/// selection add no more tokens than are recent.
+__device__ inline FusedShare early_share(const SelectRequest& request, int query_index,
+                                         unsigned rank, unsigned blocks) {
+  const transfer::QueryToken& query = request.query_batch[query_index];
+  const transfer::SequenceCounters* counters = request.sequences[query.sequence].counters;
+  const transfer::AttendedSpans spans =
+      transfer::attended_spans(request.rule, __ldcg(&counters->length), query);
+  return {spans.sink_end, spans.eligible_end, rank, blocks};
+}
+
 /// Counts the tokens that a query's first kernel scores. One thread of a (query, KV head).
-__device__ inline void count_scored(const FilterArgs& args, const FusedWork& work) {
+__device__ inline void count_scored(const FilterArgs& args, const QueryPlan& plan, int kv_head,
+                                    std::int64_t group_index) {
   const SelectRequest& request = args.request;
-  const QueryPlan& plan = work.plan;
-  if (work.empty()) args.selection.counts[work.group_index] = 0;
-  if (work.kv_head == 0 && !work.empty() && request.flags != nullptr) {
+  const bool empty = plan.end <= plan.begin;
+  if (empty) args.selection.counts[group_index] = 0;
+  if (kv_head == 0 && !empty && request.flags != nullptr) {
     atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->tokens_scored),
               static_cast<unsigned long long>((plan.end - plan.begin) * request.kv.kv_heads));
   }

@@ -16,19 +16,13 @@ namespace {
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
-/// Starts to copy a block's sketches before the wait, when an append under way may or may not have
-/// counted its tokens. All that are eligible were stored by earlier launches: appends that overlap
-/// with this kernel add no more tokens than are recent. Returns the block's share as it was taken.
+/// Starts to copy a block's sketches before the wait. Returns the block's share as it was taken.
 __device__ FusedShare start_early(const FilterArgs& args, const FusedShape& shape, int query_index,
                                   unsigned rank, FusedRing& ring) {
   if (!shape.early) return {0, 0, 0, 1};
   const SelectRequest& request = args.request;
-  const transfer::QueryToken& query = request.query_batch[query_index];
-  const transfer::SequenceCounters* counters = request.sequences[query.sequence].counters;
-  const transfer::AttendedSpans spans =
-      transfer::attended_spans(request.rule, __ldcg(&counters->length), query);
-  const FusedShare share(spans.sink_end, spans.eligible_end, rank, shape.blocks);
-  ring.start(request.sketches[query.sequence], share);
+  const FusedShare share = early_share(request, query_index, rank, shape.blocks);
+  ring.start(request.sketches[request.query_batch[query_index].sequence], share);
   return share;
 }
 
@@ -112,7 +106,7 @@ __global__ __launch_bounds__(kFusedThreads,
       prepare<kBits>(args, input, shape, query_index, kv_head, chunks, peers, ring,
                      *reinterpret_cast<FusedTables*>(dynamic), queries, shared.factors, !attends);
   const FusedWork work(args, query_index, kv_head, rank, shape.blocks);
-  if (rank == 0 && threadIdx.x == 0) count_scored(args, work);
+  if (rank == 0 && threadIdx.x == 0) count_scored(args, work.plan, kv_head, work.group_index);
   if (attends) {
     if (threadIdx.x == 0) rows.fill(args, query_index, work.plan.k);
     prefetch_pages(args, query_index, work.plan.end);

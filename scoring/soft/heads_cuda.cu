@@ -24,17 +24,6 @@ struct CollisionShape {
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
-/// Counts the tokens that a query's first kernel scores. One thread of a (query, KV head).
-__device__ void announce(const FilterArgs& args, const QueryPlan& plan, int kv_head,
-                         std::int64_t group_index) {
-  const SelectRequest& request = args.request;
-  if (plan.k <= 0) args.selection.counts[group_index] = 0;
-  if (kv_head == 0 && plan.end > plan.begin && request.flags != nullptr) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->tokens_scored),
-              static_cast<unsigned long long>((plan.end - plan.begin) * request.kv.kv_heads));
-  }
-}
-
 /// Writes the lane's values, of `heads` heads.
 template <int kHeads>
 __device__ void put_values(float* to, int heads, const float (&values)[kHeads]) {
@@ -60,7 +49,7 @@ __global__ __launch_bounds__(kFusedThreads, 1) void score_collisions(
     const __grid_constant__ FilterArgs args, const __grid_constant__ CollisionShape shape) {
 #if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::uint32_t tables[];
-  __shared__ float warp_sums[kFusedWarps][kHeads];
+  __shared__ WarpTotals<kHeads> warp_sums;
   const SelectRequest& request = args.request;
   const auto query_index = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.z);
@@ -69,20 +58,17 @@ __global__ __launch_bounds__(kFusedThreads, 1) void score_collisions(
   const std::int64_t group_index = std::int64_t{query_index} * request.kv.kv_heads + kv_head;
   TileReader reader(args, kv_head);
   FusedShare started(0, 0, 0, 1);
-  if (shape.early) {  // see start_early in fused/select_cuda.cu
-    const transfer::QueryToken& query = request.query_batch[query_index];
-    const transfer::SequenceCounters* counters = request.sequences[query.sequence].counters;
-    const transfer::AttendedSpans spans =
-        transfer::attended_spans(request.rule, __ldcg(&counters->length), query);
-    started = FusedShare(spans.sink_end, spans.eligible_end, part, shape.parts);
-    reader.start(request.sketches[query.sequence], started.first, started.last);
+  if (shape.early) {
+    started = early_share(request, query_index, part, shape.parts);
+    reader.start(request.sketches[request.query_batch[query_index].sequence], started.first,
+                 started.last);
   }
   transfer::cuda::wait_for_previous();
   transfer::cuda::let_next_start();
 
   const P10L60Entries entries(args.tables, group_index * group, group);
   const QueryPlan plan = plan_of_query(args, query_index);
-  if (blockIdx.x == 0 && threadIdx.x == 0) announce(args, plan, kv_head, group_index);
+  if (blockIdx.x == 0 && threadIdx.x == 0) count_scored(args, plan, kv_head, group_index);
   if (plan.k <= 0) return;
   const FusedShare share(plan.begin, plan.end, part, shape.parts);
   if (!shape.early || !(share == started)) reader.start(plan.blocks, share.first, share.last);
@@ -102,15 +88,10 @@ __global__ __launch_bounds__(kFusedThreads, 1) void score_collisions(
     weigher.weigh(norm, inside, sums, totals);
     if (inside) put_values(values + token * group, group, sums);
   }
-#pragma unroll
-  for (int h = 0; h < kHeads; ++h) {
-    const float total = warp_sum(totals[h]);
-    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32][h] = total;
-  }
+  store_totals(totals, warp_sums);
   __syncthreads();
   if (static_cast<int>(threadIdx.x) >= group) return;
-  float total = 0.0F;
-  for (int warp = 0; warp < kFusedWarps; ++warp) total += warp_sums[warp][threadIdx.x];
+  const float total = block_total(warp_sums, static_cast<int>(threadIdx.x));
   float2* const sums = args.filter.fused_sums + (group_index * shape.parts + part) * group;
   sums[threadIdx.x] = {0.0F, total};
 #endif

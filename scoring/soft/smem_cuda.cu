@@ -44,14 +44,11 @@ __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
   const SelectRequest& request = args.request;
   const FusedPlanes planes(args, kP10L60Bits, peers);
   FusedShare started(0, 0, 0, 1);
-  const auto start_early = [&] {  // see fused/select_cuda.cu
+  const auto start_early = [&] {
     if (!shape.early) return;
-    const transfer::QueryToken& query = request.query_batch[query_index];
-    const transfer::SequenceCounters* counters = request.sequences[query.sequence].counters;
-    const transfer::AttendedSpans spans =
-        transfer::attended_spans(request.rule, __ldcg(&counters->length), query);
-    started = FusedShare(spans.sink_end, spans.eligible_end, peers.rank, shape.blocks);
-    reader.start(request.sketches[query.sequence], started.first, started.last);
+    started = early_share(request, query_index, peers.rank, shape.blocks);
+    reader.start(request.sketches[request.query_batch[query_index].sequence], started.first,
+                 started.last);
   };
   // Whole warps. Those that project have no time for it before the others wait for them.
   const bool projects = static_cast<int>(threadIdx.x) < planes.workers;
@@ -73,7 +70,7 @@ __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
 template <int kHeads>
 __device__ void score_tokens(const FilterArgs& args, const FusedWork& work, TileReader& reader,
                              const std::uint32_t* pairs, float* values,
-                             float (&warp_sums)[kFusedWarps][kHeads]) {
+                             WarpTotals<kHeads>& warp_sums) {
   const int stride = value_stride(kHeads, args.request.kv.group());
   const SumWeigher weigher(args.request.params);
   float totals[kHeads] = {};
@@ -94,19 +91,14 @@ __device__ void score_tokens(const FilterArgs& args, const FusedWork& work, Tile
       *to = sums[0];
     }
   }
-#pragma unroll
-  for (int h = 0; h < kHeads; ++h) {
-    const float total = warp_sum(totals[h]);
-    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32][h] = total;
-  }
+  store_totals(totals, warp_sums);
 }
 
 /// Exchanges the sums: fills `shared.references`, by which values are multiplied for a sum over
 /// heads whose mean is 1; 0 past the group. All threads; begins and ends with a barrier.
 template <int kHeads>
 __device__ void exchange_totals(const FilterArgs& args, const FusedWork& work,
-                                const BlockExchange& peers,
-                                const float (&warp_sums)[kFusedWarps][kHeads],
+                                const BlockExchange& peers, const WarpTotals<kHeads>& warp_sums,
                                 FusedShared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32;
@@ -191,7 +183,7 @@ __global__ __launch_bounds__(kFusedThreads + kAppendRoom, 1) void select_collisi
 #if defined(KVTIER_HAS_CLUSTERS)
   extern __shared__ __align__(128) std::byte dynamic[];
   __shared__ __align__(16) FusedShared shared;
-  __shared__ float warp_sums[kFusedWarps][kHeads];
+  __shared__ WarpTotals<kHeads> warp_sums;
   __shared__ FusedRows rows;
   const auto query_index = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
@@ -210,7 +202,7 @@ __global__ __launch_bounds__(kFusedThreads + kAppendRoom, 1) void select_collisi
       prepare<kHeads>(args, input, shape, query_index, kv_head, peers, reader,
                       *reinterpret_cast<CollisionTables*>(after), pairs);
   const FusedWork work(args, query_index, kv_head, rank, shape.blocks);
-  if (rank == 0 && threadIdx.x == 0) count_scored(args, work);
+  if (rank == 0 && threadIdx.x == 0) count_scored(args, work.plan, kv_head, work.group_index);
   if constexpr (kAttends) {
     if (threadIdx.x == 0) rows.fill(args, query_index, work.plan.k);
     prefetch_pages(args, query_index, work.plan.end);

@@ -59,6 +59,27 @@ __device__ inline float warp_sum(float value) {
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
+/// Sums of the warps of a block, of each head.
+template <int kHeads>
+using WarpTotals = float[kFusedWarps][kHeads];
+
+/// Writes the warp's sums of each head.
+template <int kHeads>
+__device__ void store_totals(const float (&totals)[kHeads], WarpTotals<kHeads>& of_warps) {
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    const float total = warp_sum(totals[h]);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32][h] = total;
+  }
+}
+/// The block's sum of a head, after a barrier.
+template <int kHeads>
+__device__ float block_total(const WarpTotals<kHeads>& of_warps, int head) {
+  float total = 0.0F;
+  for (const auto& of_warp : of_warps) total += of_warp[head];
+  return total;
+}
+
 /// A warp's tiles of 32 tokens, each lane with its token: every kFusedWarps-th of the block's. The
 /// next is read while one is scored; through shared memory, by the copy engine, takes more
 /// instructions and longer (H200, 128K tokens: 47 us for 43).

@@ -527,7 +527,7 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
   // There are fewer boxes than groups only where no group has two blocks, and none is used.
   const BlockExchange peers(args, min(work.group_index, std::int64_t{kFusedParts - 1}), rank,
                             shape.blocks);
-  if (rank == 0 && threadIdx.x == 0) count_scored(args, work);
+  if (rank == 0 && threadIdx.x == 0) count_scored(args, work.plan, kv_head, work.group_index);
   const bool attends = attention.tiles > 0;
   if (attends) {
     if (threadIdx.x == 0) rows.fill(args, query_index, 0);

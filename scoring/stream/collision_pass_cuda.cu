@@ -11,26 +11,6 @@ namespace {
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
-template <int kHeads>
-using WarpTotals = float[kFusedWarps][kHeads];
-
-/// Writes the warp's sums of each head.
-template <int kHeads>
-__device__ void store_totals(const float (&totals)[kHeads], WarpTotals<kHeads>& of_warps) {
-#pragma unroll
-  for (int h = 0; h < kHeads; ++h) {
-    const float total = warp_sum(totals[h]);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32][h] = total;
-  }
-}
-/// The block's sum of a head, after a barrier.
-template <int kHeads>
-__device__ float block_total(const WarpTotals<kHeads>& of_warps, int head) {
-  float total = 0.0F;
-  for (const auto& of_warp : of_warps) total += of_warp[head];
-  return total;
-}
-
 /// Makes the references of a group from a token of each thread, spread over the sequence and the
 /// same in every block. All threads; begins with a barrier, behind which the tables are, and ends
 /// with one.
