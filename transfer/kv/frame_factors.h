@@ -2,7 +2,6 @@
 
 #include "transfer/device/device.h"
 #include "transfer/device/host_device.h"
-#include "transfer/kv/rows.h"
 #include "transfer/kv/sequence.h"
 
 #include <cstddef>
@@ -44,9 +43,5 @@ struct FrameFactors {
 /// Copies the factors of a page that has come to its frame. Enqueued.
 void load_frame_factors(Stream& stream, const KvGeometry& geometry, const FrameFactors& frames,
                         const std::byte* page);
-
-/// `store_rows` of transfer/kv/rows.h, and the factors of the rows to their frames' copies.
-void store_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
-                const std::byte* packed, const FrameFactors& factors);
 
 }  // namespace kvtier::transfer

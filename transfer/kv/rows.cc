@@ -1,7 +1,6 @@
 #include "transfer/kv/rows.h"
 
 #include "transfer/device/with_cuda.h"
-#include "transfer/kv/frame_factors.h"
 #include "transfer/kv/rows_kernels.h"
 
 #include <algorithm>
@@ -49,11 +48,6 @@ void pack_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& ba
     }
   }
   stream.run([=] { cpu::pack_rows(geometry, batch, packed, squares); });
-}
-
-void store_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
-                const std::byte* packed) {
-  store_rows(stream, geometry, batch, packed, {});
 }
 
 void store_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,

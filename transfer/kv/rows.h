@@ -3,6 +3,7 @@
 #include "transfer/device/batch.h"
 #include "transfer/device/device.h"
 #include "transfer/device/host_device.h"
+#include "transfer/kv/frame_factors.h"
 #include "transfer/kv/sequence.h"
 
 #include <cstdint>
@@ -90,9 +91,9 @@ void pack_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& ba
 
 /// Writes packed rows at tokens length .. length + tokens - 1 of each sequence: to their pages, to
 /// the sink buffer and to the ring. Tokens past `capacity` are dropped. Lengths do not change: see
-/// `append_done`.
+/// `append_done`. `factors`: copies of those of int8 rows, on CUDA.
 void store_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
-                const std::byte* packed);
+                const std::byte* packed, const FrameFactors& factors = {});
 
 /// Adds the tokens to each sequence's length, after everything else of an append has been enqueued.
 /// The part of `tokens` past `capacity` is added to `overflow` instead.
