@@ -74,9 +74,10 @@ void add_retrieval(CLI::App& app, Arguments& a, RetrievalOptions& retrieval) {
   app.add_option("--bits", retrieval.bits,
                  "Bits of a key of norm_aware (default 256, or the next multiple of head_dim)")
       ->delimiter(',');
-  app.add_option("--error-target", retrieval.error_target,
+  app.add_option("--error-target", retrieval.error_targets,
                  "Of priority: the standard error of the softmax denominator that is aimed at; 0: "
                  "none")
+      ->delimiter(',')
       ->capture_default_str();
   app.add_option("--coarse-bits", retrieval.coarse_bits,
                  "Of priority over a scalar code: bits of a coordinate that are read of every "
@@ -99,7 +100,9 @@ void add_retrieval(CLI::App& app, Arguments& a, RetrievalOptions& retrieval) {
   app.add_option("--window", retrieval.window, "Last tokens, always attended")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
-  app.add_option("--seed", shared.seed, "Seed of the planes")->capture_default_str();
+  app.add_option("--seed", retrieval.seeds, "Seeds of the planes")
+      ->delimiter(',')
+      ->capture_default_str();
   CLI::Option* preset =
       app.add_option("--preset", retrieval.presets,
                      "socket: the method of the SOCKET paper; default: that of this library")

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <iterator>
 #include <sstream>
 #include <utility>
 
@@ -63,7 +64,29 @@ bool allowed(Estimator estimator, ValueWeighting weighting) {
   return false;
 }
 
-/// Adds every rule with every code and number of bits that the estimator has.
+/// Adds every code with every number of bits that the estimator has. `phased`: whether a scalar
+/// code may be read in two phases.
+void add_codes(const RetrievalOptions& options, const std::vector<std::string>& codes, bool phased,
+               RetrievalConfig retrieval, std::vector<RetrievalConfig>& result,
+               std::vector<std::string>& left_out) {
+  const bool norm_aware = retrieval.estimator == Estimator::kNormAware;
+  retrieval.candidates = options.candidates;
+  for (const std::string& code : codes) {
+    retrieval.code = value_of(kCodes, "--code", code);
+    const bool scalar = retrieval.code == SketchCode::kScalar;
+    retrieval.coarse_bits = scalar && phased ? options.coarse_bits : 0;
+    if (scalar && !norm_aware) {
+      left_out.push_back(estimator_name(retrieval.estimator) + " has no code " + code);
+      continue;
+    }
+    for (std::size_t i = 0; i < (norm_aware ? options.bits.size() : 1); ++i) {
+      retrieval.num_planes = options.bits[i];
+      result.push_back(retrieval);
+    }
+  }
+}
+
+/// Adds every rule with every error target, code and number of bits that the estimator has.
 void add_choices(const RetrievalOptions& options, RetrievalConfig retrieval,
                  std::vector<RetrievalConfig>& result, std::vector<std::string>& left_out) {
   const bool norm_aware = retrieval.estimator == Estimator::kNormAware;
@@ -83,20 +106,10 @@ void add_choices(const RetrievalOptions& options, RetrievalConfig retrieval,
                          " has no rule " + rule);
       continue;
     }
-    retrieval.error_target = priority || !samples ? options.error_target : 0.0;
-    for (const std::string& code : codes) {
-      retrieval.code = value_of(kCodes, "--code", code);
-      const bool phased = retrieval.code == SketchCode::kScalar && (priority || !samples);
-      retrieval.coarse_bits = phased ? options.coarse_bits : 0;
-      retrieval.candidates = options.candidates;
-      if (retrieval.code == SketchCode::kScalar && !norm_aware) {
-        left_out.push_back(estimator + " has no code " + code);
-        continue;
-      }
-      for (std::size_t i = 0; i < (norm_aware ? options.bits.size() : 1); ++i) {
-        retrieval.num_planes = options.bits[i];
-        result.push_back(retrieval);
-      }
+    const bool targets = priority || !samples;
+    for (std::size_t i = 0; i < (targets ? options.error_targets.size() : 1); ++i) {
+      retrieval.error_target = targets ? options.error_targets[i] : 0.0;
+      add_codes(options, codes, targets, retrieval, result, left_out);
     }
   }
   if (result.size() == before) {
@@ -160,8 +173,12 @@ void check(const RetrievalConfig& retrieval) {
   throw Error(ErrorCode::kInvalidArgument, message);
 }
 
-std::string label_of(const RetrievalConfig& retrieval) {
-  return estimator_name(retrieval.estimator) + ", " + weighting_name(retrieval.weighting());
+std::string label_of(const RetrievalConfig& retrieval, const RetrievalOptions& options) {
+  std::ostringstream label;
+  label << estimator_name(retrieval.estimator) << ", " << weighting_name(retrieval.weighting());
+  if (options.error_targets.size() > 1) label << ", e " << retrieval.error_target;
+  if (options.seeds.size() > 1) label << ", seed " << retrieval.seed;
+  return label.str();
 }
 
 /// Keeps the largest of sketches that serve one another.
@@ -232,7 +249,14 @@ std::vector<Method> make_methods(const RetrievalOptions& options,
   if (std::find(sparsities.begin(), sparsities.end(), 0.0) != sparsities.end()) {
     methods.push_back({.dense = true, .sparsity = 1.0, .retrieval = {}});
   }
-  for (const RetrievalConfig& retrieval : presets_or_lists(adjusted, left_out)) {
+  std::vector<RetrievalConfig> selectors;
+  for (const std::uint64_t seed : options.seeds) {
+    adjusted.shared.seed = seed;
+    std::vector<std::string> again;
+    std::ranges::move(presets_or_lists(adjusted, selectors.empty() ? left_out : again),
+                      std::back_inserter(selectors));
+  }
+  for (const RetrievalConfig& retrieval : selectors) {
     for (const double sparsity : sparsities) {
       if (sparsity == 0.0) continue;
       if (!(std::isfinite(sparsity) && sparsity >= 1.0)) {
@@ -244,7 +268,7 @@ std::vector<Method> make_methods(const RetrievalOptions& options,
       methods.push_back({.dense = false,
                          .sparsity = sparsity,
                          .retrieval = retrieval,
-                         .label = label_of(retrieval)});
+                         .label = label_of(retrieval, options)});
     }
   }
   return methods;

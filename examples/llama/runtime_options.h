@@ -37,10 +37,11 @@ struct RetrievalOptions {
   std::vector<std::string> selections{"per_kv_head"};
   std::vector<double> sparsities{0.0, 10.0, 33.0, 100.0};  ///< 0: dense.
   std::vector<std::string> rules{};                        ///< Empty: the estimator's.
-  std::vector<std::string> codes{};  ///< Empty: the estimator's. Scalar with norm-aware only.
-  std::vector<int> bits{0};          ///< Of norm-aware; 0: `RetrievalConfig`'s.
-  double error_target = 0.0;         ///< Of the priority rule.
-  int coarse_bits = 0;               ///< Of it over a scalar code.
+  std::vector<std::string> codes{};        ///< Empty: the estimator's. Scalar with norm-aware only.
+  std::vector<int> bits{0};                ///< Of norm-aware; 0: `RetrievalConfig`'s.
+  std::vector<double> error_targets{0.0};  ///< Of the priority rule.
+  std::vector<std::uint64_t> seeds{RetrievalConfig{}.seed};  ///< Of the planes and of priorities.
+  int coarse_bits = 0;                                       ///< Of it over a scalar code.
   int candidates = RetrievalConfig{}.candidates;
   RetrievalConfig shared;  ///< Everything else but k.
   int sink = RetrievalConfig{}.sink_tokens;
@@ -62,11 +63,11 @@ struct Method {
 [[nodiscard]] std::string code_name(SketchCode code);
 [[nodiscard]] std::string backend_name(Backend backend);
 
-/// Returns the rows of `options`: dense once, when 0 is among the sparsities, then every estimator
-/// with every weighting, selection, rule, code and number of bits at every other sparsity. Pairs
-/// of an estimator and one of these that kvtier does not allow are left out and named in
-/// `left_out`. Throws `kInvalidArgument` for an
-/// unknown name, an estimator left with no weighting, or a setting that kvtier rejects.
+/// Returns the rows of `options`: dense once, when 0 is among the sparsities, then for every seed
+/// every estimator with every weighting, selection, rule, error target, code and number of bits at
+/// every other sparsity. Pairs of an estimator and one of these that kvtier does not allow are left
+/// out and named in `left_out`. Throws `kInvalidArgument` for an unknown name, an estimator left
+/// with no weighting, or a setting that kvtier rejects.
 [[nodiscard]] std::vector<Method> make_methods(const RetrievalOptions& options,
                                                std::vector<std::string>& left_out);
 

@@ -67,7 +67,7 @@ TEST(Methods, AreEveryRuleCodeAndNumberOfBits) {
   options.rules = {"top_k", "priority"};
   options.codes = {"sign", "scalar"};
   options.bits = {128, 256};
-  options.error_target = 0.1;
+  options.error_targets = {0.1};
   options.sparsities = {10};
   std::vector<std::string> left_out;
 
@@ -93,7 +93,7 @@ TEST(Methods, AreEveryRuleCodeAndNumberOfBits) {
   EXPECT_THAT(config.extra_sketches, SizeIs(4))
       << "256 signs, two scalar codes, and gaussian signs";
 
-  options.error_target = 0.0;
+  options.error_targets = {0.0};
   options.presets = {"socket", "default"};
   const std::vector<Method> paper = make_methods(options, left_out);
   ASSERT_THAT(paper, SizeIs(2));
@@ -105,6 +105,31 @@ TEST(Methods, AreEveryRuleCodeAndNumberOfBits) {
   EXPECT_EQ(paper[0].retrieval.selection, Selection::kPerQueryHead);
   EXPECT_EQ(paper[0].retrieval.planes(), PlaneKind::kGaussian);
   EXPECT_EQ(paper[0].retrieval.rule, SelectionRule::kTopK);
+}
+
+TEST(Methods, AreEverySeedAndErrorTarget) {
+  RetrievalOptions options;
+  options.rules = {"top_k", "priority"};
+  options.error_targets = {0.0, 0.05};
+  options.seeds = {7, 9};
+  options.sparsities = {0, 10};
+  std::vector<std::string> left_out;
+
+  const std::vector<Method> methods = make_methods(options, left_out);
+
+  ASSERT_THAT(methods, SizeIs(1 + 2 * 3)) << "dense once; top-k has no error target";
+  EXPECT_TRUE(methods[0].dense);
+  EXPECT_EQ(methods[1].label, "norm_aware, logit, e 0, seed 7");
+  EXPECT_EQ(methods[3].label, "norm_aware, logit, e 0.05, seed 7");
+  EXPECT_EQ(methods[3].retrieval.error_target, 0.05);
+  EXPECT_EQ(methods[3].retrieval.seed, 7U);
+  EXPECT_EQ(methods[6].retrieval.seed, 9U);
+  EXPECT_EQ(methods[6].retrieval.rule, SelectionRule::kPriority);
+  ModelConfig model;
+  model.layers = model.query_heads = model.kv_heads = 1;
+  model.head_dim = 64;
+  EXPECT_THAT(engine_config(model, {}, methods, 1000).extra_sketches, SizeIs(1))
+      << "a sketch for each seed";
 }
 
 TEST(Methods, RejectWhatTheyCannotRun) {
@@ -129,9 +154,9 @@ TEST(Methods, RejectWhatTheyCannotRun) {
   EXPECT_THAT(error_of(options), HasSubstr("num_planes"));
   options.bits = {256};
   options.rules = {"top_k"};
-  options.error_target = 0.1;
+  options.error_targets = {0.1};
   EXPECT_THAT(error_of(options), HasSubstr("error_target: expected 0 without the priority rule"));
-  options.error_target = 0.0;
+  options.error_targets = {0.0};
   options.rules = {"chance"};
   EXPECT_THAT(error_of(options), HasSubstr("--rule: expected top_k, priority, found chance"));
   options.rules = {"top_k"};
