@@ -325,6 +325,7 @@ class ProducingStream final : public RegisteredStream<grpc::ServerWriteReactor<R
   void write_on() {
     for (;; current_ = 1 - current_) {
       if (end_) {
+        produce_ = nullptr;  // what it holds is given back before the client sees the end
         this->finish(*end_);
         return;
       }
