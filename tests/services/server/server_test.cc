@@ -10,7 +10,10 @@
 #include <grpc/grpc.h>
 #include <grpcpp/client_context.h>
 
+#include <array>
 #include <atomic>
+#include <cstdlib>
+#include <openssl/rand.h>
 #include <thread>
 
 namespace kvtier::services::testing {
@@ -329,6 +332,24 @@ TEST_F(GrpcTest, OutlivesItsLastServerAndClient) {
   { const Client client({.server = socket()}); }
   server_.reset();
   EXPECT_EQ(grpc_is_initialized(), 1);
+}
+
+bool draw() {
+  std::array<unsigned char, 8> bytes{};
+  return RAND_bytes(bytes.data(), static_cast<int>(bytes.size())) == 1;
+}
+
+/// Ends the process, with 0 where OpenSSL works after what it has registered for the end.
+[[noreturn]] void exit_after_openssl() {
+  (void)std::atexit([] { std::_Exit(draw() ? 0 : 1); });
+  (void)draw();  // the first use, which registers
+  std::exit(2);
+}
+
+// Threads of gRPC use it until then, and would leak, or use what has been freed.
+TEST(OpenSslDeathTest, LastsUntilTheProcessEnds) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(exit_after_openssl(), ::testing::ExitedWithCode(0), "");
 }
 
 class OverloadTest : public StreamTest {
