@@ -207,7 +207,9 @@ TEST_F(PagesTest, HalfWrittenPagesComeBackWithTheLease) {
     grpc::ClientContext context;
     const auto stream = transfer_->WritePages(&context, &response);
     ASSERT_TRUE(stream->Write(chunk_of(0, handles[0], bytes_of(1), 0)));
-    EXPECT_TRUE(kvtier::testing::eventually([this] { return stats().bytes_written > 0; }));
+    // All of the chunk: a page that is written to is given back once that is over.
+    EXPECT_TRUE(
+        kvtier::testing::eventually([this] { return stats().bytes_written >= chunk_bytes_; }));
     context.TryCancel();
     EXPECT_FALSE(stream->Finish().ok());
   }
