@@ -23,6 +23,7 @@ namespace kvtier::services::testing {
 
 using kvtier::testing::await;
 using kvtier::testing::eventually;
+using kvtier::testing::kPatience;
 using kvtier::testing::random_bytes;
 
 inline constexpr std::int64_t kPageBytes = 64 << 10;
@@ -51,6 +52,8 @@ class PlaneTest : public ::testing::Test {
   }
 
   void start(ServiceCoreOptions core, DataPlaneOptions options, const TlsIdentity& tls = {}) {
+    options.attachments.token_life = kPatience;
+    options.limits.attach_time = attach_time_;
     core_ = std::make_unique<ServiceCore>(std::move(core), *executor_);
     PageStoreOptions pages;
     pages.arena_bytes = 32 * std::int64_t{1 << 20};
@@ -107,6 +110,7 @@ class PlaneTest : public ::testing::Test {
   }
 
   std::filesystem::path folder_;
+  std::chrono::milliseconds attach_time_ = kPatience;  ///< Of a plane that starts.
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<ServiceCore> core_;
   std::unique_ptr<PageStore> pages_;

@@ -2,6 +2,7 @@
 
 #include "services/server/server.h"
 #include "tests/services/core/core_fixture.h"
+#include "tests/support/eventually.h"
 
 #include <filesystem>
 #include <memory>
@@ -29,6 +30,8 @@ class ServerTest : public ::testing::Test {
   [[nodiscard]] ServerOptions options() const {
     ServerOptions options;
     options.core = small_options();
+    options.data.attachments.token_life = kvtier::testing::kPatience;
+    options.data.limits.attach_time = kvtier::testing::kPatience;
     options.listen = {parse_endpoint(socket())};
     options.admin = {parse_endpoint(admin_socket())};
     options.threads = 2;
