@@ -455,7 +455,7 @@ class GrpcSessionTest(SessionTest):
 
 
 class LeaseTest(ServerTest):
-    options = ("--lease-seconds", "4")  # the client renews them three times as often
+    options = ("--lease-seconds", "10")  # the client renews them three times as often
 
     def names(self, client: kvtier.Client) -> set[str]:
         reply = client.connection.sessions.ListSessions(

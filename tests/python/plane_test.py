@@ -334,8 +334,9 @@ class HostileServerTest(unittest.TestCase):
 
     def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_the_timeout(self) -> None:
         self.serve(self.attach)
-        channel = Channel(self.path, bytes(32), 0.2)
+        channel = Channel(self.path, bytes(32), 30.0)
         self.addCleanup(channel.close)  # before the server's thread is waited for
+        channel.timeout = 0.2
         with self.assertRaises(kvtier.DeadlineExceededError):
             self.call(channel)
         self.assertTrue(channel.broken)

@@ -14,7 +14,7 @@ from typing import Any, Callable
 import numpy as np
 
 BINARY = os.environ.get("KVTIER_BINARY", "")
-PATIENCE = 30.0  # seconds, after which a test gives up waiting
+PATIENCE = 60.0  # seconds, after which a test gives up waiting
 
 
 class Server:
