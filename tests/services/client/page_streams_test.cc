@@ -26,6 +26,7 @@
 namespace kvtier::services::testing {
 namespace {
 
+using kvtier::testing::kPatience;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
@@ -34,7 +35,6 @@ using Bytes = std::vector<std::byte>;
 using Handles = std::vector<std::string>;
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
-constexpr std::chrono::seconds kPatience{20};
 
 /// What the pages have: one of `size` bytes is named "NUMBER".
 Bytes page_of(const std::string& handle, std::size_t size) {

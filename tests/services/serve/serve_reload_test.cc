@@ -48,7 +48,7 @@ TEST_F(ServeTest, TellsTheServiceManagerWhenItServes) {
   path.copy(address.sun_path, sizeof(address.sun_path) - 1);
   const int fd = ::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   ASSERT_EQ(::bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-  const timeval limit{.tv_sec = 30, .tv_usec = 0};
+  const timeval limit{.tv_sec = kvtier::testing::kProgramPatience.count(), .tv_usec = 0};
   ASSERT_EQ(::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)), 0);
   const auto server = serve({"--data-listen", "none"}, {"NOTIFY_SOCKET=" + path});
   std::array<char, 64> said{};

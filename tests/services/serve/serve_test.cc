@@ -139,7 +139,7 @@ TEST_F(ServeTest, KilledWithItsMemoryMappedLeavesClientsUnharmed) {
   const std::string address = "unix:" + (folder_ / "x.sock").string();
   const auto first = serve({"--listen", address});
   ASSERT_EQ(first->read_line(), "listening on " + address) << err();
-  Client client({.server = address, .timeout = std::chrono::seconds(5), .attempts = 1});
+  Client client({.server = address, .attempts = 1});
   constexpr std::size_t kBytes = 64 << 10;
   const std::vector<std::byte> bytes(kBytes, std::byte{7});
   RemotePages pages = client.open_pages({.model = "m", .page_bytes = kBytes});
@@ -438,7 +438,7 @@ TEST_F(ServeTest, LogOfJsonIsOneObjectALine) {
   const std::string address = "unix:" + (folder_ / "x.sock").string();
   Program server(KVTIER_BINARY,
                  {"kvtier", "--log-format", "json", "--log-level", "info", "serve", "--backend",
-                  "cpu", "--listen", address},
+                  "cpu", "--listen", address, "--host-memory-mib", "1"},
                  {}, folder_ / "err");
   ASSERT_EQ(server.read_line(), "listening on " + address) << err();
   server.signal(SIGTERM);

@@ -179,7 +179,7 @@ TEST_F(ObservedTest, ListenerThatCannotBeHadFailsTheStart) {
 std::string render(const Endpoint& endpoint, const std::string& folder) {
   if (std::system("command -v chromium >/dev/null") != 0) return "";
   const std::string command =
-      "timeout 60 chromium --headless=new --no-sandbox --disable-gpu --user-data-dir=" + folder +
+      "timeout 300 chromium --headless=new --no-sandbox --disable-gpu --user-data-dir=" + folder +
       "/profile --virtual-time-budget=5000 --dump-dom http://" + endpoint.grpc_target() +
       "/ 2>/dev/null";
   std::FILE* pipe = ::popen(command.c_str(), "r");

@@ -1,5 +1,7 @@
 #include "tests/services/server/raw_call.h"
 
+#include "tests/support/eventually.h"
+
 #include <google/rpc/error_details.pb.h>
 #include <google/rpc/status.pb.h>
 #include <grpcpp/client_context.h>
@@ -18,7 +20,7 @@ RawReply raw_call(const std::shared_ptr<grpc::Channel>& channel, const std::stri
                   const std::vector<std::pair<std::string, std::string>>& metadata) {
   grpc::GenericStub stub(channel);
   grpc::ClientContext context;
-  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
+  context.set_deadline(std::chrono::system_clock::now() + kvtier::testing::kPatience);
   for (const auto& [key, value] : metadata) context.AddMetadata(key, value);
   grpc::CompletionQueue queue;
   const grpc::Slice slice(bytes);

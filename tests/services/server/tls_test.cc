@@ -39,7 +39,7 @@ class TlsTest : public ServerTest {
             .tls_server_ca = authority_->certificate(),
             .tls_certificate = certificate.certificate,
             .tls_key = certificate.key,
-            .timeout = std::chrono::seconds(10),
+            .timeout = kvtier::testing::kPatience,
             .attempts = 1};
   }
   /// Returns "OK", or the code and the reason of the refusal.

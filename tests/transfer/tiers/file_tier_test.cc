@@ -349,7 +349,7 @@ TEST(FileTier, AfterADeadlineNothingIsStarted) {
 }
 
 PageTier::Deadline soon() {
-  return std::chrono::steady_clock::now() + std::chrono::milliseconds(10);
+  return std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
 }
 
 // With one slot: the call after it has to wait for the transfer that was left behind.

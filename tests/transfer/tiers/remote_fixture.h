@@ -42,7 +42,7 @@ struct Page {
 };
 
 inline TierStatus put(PageTier& tier, const Page& page,
-                      std::chrono::milliseconds time = std::chrono::seconds(5)) {
+                      std::chrono::milliseconds time = testing::kPatience) {
   TierPut one{.key = page.key, .bytes = page.bytes};
   tier.put({&one, 1}, in(time));
   return one.status;
@@ -50,7 +50,7 @@ inline TierStatus put(PageTier& tier, const Page& page,
 
 /// The status; with kOk the bytes have been compared too.
 inline TierStatus get(PageTier& tier, const Page& page,
-                      std::chrono::milliseconds time = std::chrono::seconds(5)) {
+                      std::chrono::milliseconds time = testing::kPatience) {
   std::vector<std::byte> bytes(page.bytes.size());
   TierGet one{.key = page.key, .bytes = bytes};
   tier.get({&one, 1}, in(time));

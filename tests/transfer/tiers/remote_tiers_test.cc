@@ -7,7 +7,6 @@ namespace kvtier::tiers {
 namespace {
 
 using std::chrono::milliseconds;
-using std::chrono::seconds;
 using testing::Engine;
 using testing::eventually;
 using testing::RawClient;
@@ -29,8 +28,8 @@ TEST_P(RemoteTiers, RestoresPagesOfEverySizeInOneBatch) {
     gets.push_back({.key = page.key, .bytes = found.back()});
   }
 
-  tier_->put(puts, in(seconds(5)));
-  tier_->get(gets, in(seconds(5)));
+  tier_->put(puts, in(testing::kPatience));
+  tier_->get(gets, in(testing::kPatience));
 
   std::uint64_t bytes = 0;
   for (std::size_t i = 0; i < pages.size(); ++i) {
@@ -62,7 +61,7 @@ TEST_P(RemoteTiers, AnswersTheSamePageTwiceInOneBatch) {
   std::vector<std::byte> first(page.bytes.size()), second(page.bytes.size());
   std::vector<TierGet> gets{{.key = page.key, .bytes = first}, {.key = page.key, .bytes = second}};
 
-  tier_->get(gets, in(seconds(5)));
+  tier_->get(gets, in(testing::kPatience));
 
   EXPECT_EQ(first, page.bytes);
   EXPECT_EQ(second, page.bytes);
@@ -78,7 +77,7 @@ TEST_P(RemoteTiers, MissesWhatIsNotThereRemovedFlushedOrOfAnotherSize) {
   EXPECT_EQ(get(*tier_, other), TierStatus::kMiss);
   EXPECT_EQ(get(*tier_, page), TierStatus::kOk);
   const std::vector<PageKey> keys{page.key, large.key, Page(3).key};
-  tier_->remove(keys, in(seconds(5)));
+  tier_->remove(keys, in(testing::kPatience));
   EXPECT_EQ(get(*tier_, page), TierStatus::kMiss);
   EXPECT_EQ(get(*tier_, large), TierStatus::kMiss);
   EXPECT_EQ(tier_->stats().removed, 2U);
@@ -272,8 +271,8 @@ TEST_P(RemoteTiers, ThrowsForMisuseAndChangesNothing) {
   std::vector<std::byte> huge(std::size_t{65} << 20);
   TierGet get_huge{.key = page.key, .bytes = huge};
 
-  EXPECT_THROW(tier_->put(puts, in(seconds(5))), Error);
-  EXPECT_THROW(tier_->get({&get_huge, 1}, in(seconds(5))), Error);
+  EXPECT_THROW(tier_->put(puts, in(testing::kPatience)), Error);
+  EXPECT_THROW(tier_->get({&get_huge, 1}, in(testing::kPatience)), Error);
 
   EXPECT_EQ(get(*tier_, page), TierStatus::kMiss);
   EXPECT_EQ(tier_->stats().puts, 0U);
