@@ -68,10 +68,9 @@ PageDemand page_demand(const std::vector<PageCall>& calls) {
   return demand;
 }
 
-std::int64_t policy_hits(const std::vector<PageCall>& calls, std::int64_t num_frames,
-                         PagePolicy policy) {
+std::int64_t pool_hits(const std::vector<PageCall>& calls, std::int64_t num_frames) {
   using Id = runtime::PageOrder::Id;
-  const auto order = runtime::make_page_order(policy, static_cast<std::size_t>(num_frames));
+  runtime::PageOrder order(static_cast<std::size_t>(num_frames));
   std::unordered_set<Id> here, needed;
   std::int64_t hits = 0;
   for (const PageCall& call : calls) {
@@ -79,21 +78,21 @@ std::int64_t policy_hits(const std::vector<PageCall>& calls, std::int64_t num_fr
     needed.clear();
     for (const auto& [number, rows] : call) {
       const auto page = static_cast<Id>(number);
-      order->use(page, rows);
+      order.use(page, rows);
       needed.insert(page);
       if (!here.contains(page)) missing.push_back(page);
     }
     hits += std::ssize(call) - std::ssize(missing);
     const std::int64_t over = std::ssize(here) + std::ssize(missing) - num_frames;
     if (over > 0) {
-      for (const Id page : order->choose(static_cast<std::size_t>(over),
-                                         [&](Id id) { return !needed.contains(id); })) {
-        order->leave(page);
+      for (const Id page : order.choose(static_cast<std::size_t>(over),
+                                        [&](Id id) { return !needed.contains(id); })) {
+        order.leave(page);
         here.erase(page);
       }
     }
     for (const Id page : missing) {
-      order->enter(page);
+      order.enter(page);
       here.insert(page);
     }
   }

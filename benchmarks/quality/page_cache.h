@@ -1,7 +1,5 @@
 #pragma once
 
-#include "kvtier/config.h"
-
 #include "benchmarks/quality/row_cache.h"
 #include "services/evaluation/selection_trace.h"
 
@@ -9,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-/// Replays of selected token ids against the page pool and its policies.
+/// Replays of selected token ids against the page pool.
 namespace kvtier::quality {
 
 /// The pages that one call needs, rising, and the rows of each that it reads.
@@ -36,8 +34,7 @@ struct PageDemand {
 
 /// Pages that calls find in `num_frames` frames, empty at first, at least as many as one call
 /// needs. All pages of a call are there together, as the page pool has them.
-[[nodiscard]] std::int64_t policy_hits(const std::vector<PageCall>& calls, std::int64_t num_frames,
-                                       PagePolicy policy);
+[[nodiscard]] std::int64_t pool_hits(const std::vector<PageCall>& calls, std::int64_t num_frames);
 
 /// Most pages that any choice finds: `belady_hits` of the calls' pages.
 [[nodiscard]] std::int64_t belady_hits(const std::vector<PageCall>& calls, std::int64_t num_frames);

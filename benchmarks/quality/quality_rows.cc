@@ -1,5 +1,5 @@
 // Replays the tokens that steps of recorded traces select against a cache of rows and its policies,
-// the pages of those tokens against the page pool and its policies, and both against Belady's
+// the pages of those tokens against the page pool, and both against Belady's
 // optimum, as JSON.
 
 #include "benchmarks/quality/origin.h"
@@ -25,11 +25,6 @@ constexpr std::pair<const char*, RowCachePolicy> kPolicies[] = {{"clock", RowCac
                                                                 {"lru", RowCachePolicy::kLru},
                                                                 {"score", RowCachePolicy::kScore}};
 
-constexpr std::pair<const char*, PagePolicy> kPagePolicies[] = {{"clock", PagePolicy::kClock},
-                                                                {"lru", PagePolicy::kLru},
-                                                                {"s3_fifo", PagePolicy::kS3Fifo},
-                                                                {"score", PagePolicy::kScore}};
-
 double share(std::int64_t part, std::int64_t whole) {
   return static_cast<double>(part) / static_cast<double>(whole);
 }
@@ -47,16 +42,14 @@ nlohmann::json replay_pages(const std::vector<SelectedSteps>& selected, int kv_h
     const auto frames = static_cast<std::int64_t>(part * static_cast<double>(demand.pages));
     if (frames < demand.most) continue;  // a call's pages would not fit
     const std::int64_t best = belady_hits(calls, frames);
-    nlohmann::json row = {{"frames", frames},
-                          {"share", part},
-                          {"belady_hit_ratio", number(share(best, demand.needed))}};
-    for (const auto& [name, policy] : kPagePolicies) {
-      const std::int64_t hits = policy_hits(calls, frames, policy);
-      row["policies"].push_back({{"policy", name},
-                                 {"hit_ratio", number(share(hits, demand.needed))},
-                                 {"of_belady", number(share(hits, best))}});
-    }
-    json["rows"].push_back(row);
+    const std::int64_t hits = pool_hits(calls, frames);
+    const nlohmann::json score = {{"policy", "score"},
+                                  {"hit_ratio", number(share(hits, demand.needed))},
+                                  {"of_belady", number(share(hits, best))}};
+    json["rows"].push_back({{"frames", frames},
+                            {"share", part},
+                            {"belady_hit_ratio", number(share(best, demand.needed))},
+                            {"policies", nlohmann::json::array({score})}});
   }
   return json;
 }
@@ -131,7 +124,8 @@ nlohmann::json replay(const Decoding& decoding, const Settings& settings) {
 }
 
 int run(int argc, char** argv) {
-  CLI::App app("Replays selected rows against the policies of cached rows and of pages, as JSON");
+  CLI::App app(
+      "Replays selected rows against the policies of cached rows and the page pool, as JSON");
   std::vector<std::string> files;
   Settings settings;
   std::string json_file, made_by, hardware = this_machine();

@@ -400,7 +400,7 @@ def pages_section(report):
     policies = [policy["policy"] for policy in replays[0]["pages"]["rows"][0]["policies"]]
     page_tokens = replays[0]["pages"]["page_tokens"]
     parts = [f"\n## A pool of pages\n\nThe pages of {page_tokens} tokens that the same steps read, layer by layer, are looked up in a pool that has frames for a share of them. "
-             "The columns are the orders in which pages are evicted (`runtime/paging/page_policy.h`). A page has the rows of all KV heads, so a call needs most pages of its layer (*of a call*: at most). "
+             "The columns are orders in which pages may be evicted; `score` is that of `runtime/paging/page_policy.h`, and the others are not in the library any more ([decision 23](decisions/0023-one-page-order.md)). A page has the rows of all KV heads, so a call needs most pages of its layer (*of a call*: at most). "
              "A cell is the share of pages found, and that share over the one of Belady's optimum. The layers go round: what was used the longest ago is "
              "needed next, which is the worst for a clock and for LRU. A pool that the pages of one call do not fit in is left out.\n"
              "\n| trace | pages | of a call | frames | Belady | " + " | ".join(policies) + " |\n|---|---|---|---|---|" + "---|" * len(policies) + "\n"]

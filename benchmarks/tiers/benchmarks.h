@@ -16,7 +16,6 @@ struct TierSettings {
       folder;             ///< On the disk that is measured; a folder in it is made and removed.
   std::size_t bytes = 0;  ///< Of pages, in all.
   int rounds = 5;
-  PagePolicy page_policy = MemoryConfig{}.page_policy;  ///< Of oversubscription.
 };
 
 /// The file tier's reads beside fio's of the same files with the same settings, and the pages that

@@ -39,8 +39,6 @@ int run(int argc, char** argv) {
   app.add_option("--rounds", settings.rounds, "Of each comparison")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
-  services::add_named(app, "--page-policy", services::kPagePolicyNames, settings.page_policy,
-                      "Of oversubscription (default score)");
   app.add_option("--only", only, "Parts to measure (default all)")
       ->delimiter(',')
       ->check(CLI::IsMember({"checksum", "file", "oversubscription"}));

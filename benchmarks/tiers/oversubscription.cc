@@ -187,7 +187,6 @@ class Decoding {
       config.memory.disk_cache = (folder_.path() / "cache").string();
       config.memory.disk_cache_bytes = 2 * all;
     }
-    config.memory.page_policy = settings.page_policy;
     return config;
   }
 

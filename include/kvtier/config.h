@@ -231,14 +231,6 @@ enum class RowCachePolicy : std::uint8_t {
            ///< less.
 };
 
-/// Which of the pages that may leave host memory go first, when there are tiers.
-enum class PagePolicy : std::uint8_t {
-  kClock,   ///< One that no call has needed since a hand came by.
-  kLru,     ///< The one whose last use is the longest ago.
-  kS3Fifo,  ///< S3-FIFO: what came once soon, what was needed again or came back later.
-  kScore,   ///< The one of which calls have read the fewest rows; old reads count less.
-};
-
 struct MemoryConfig {
   /// Budget of sketches, staging and workspaces (and of pages with `KvPlacement::kDevice`).
   std::size_t device_bytes = 512 * MiB;
@@ -280,15 +272,15 @@ struct MemoryConfig {
   /// A file that `kvtier calibrate` wrote, read when an engine is made for the CUDA backend with
   /// `HostAllocation::kAuto`; empty: none. No other file is ever looked for.
   std::string calibration_file{};
-  /// Where pages go when the page pool is full, in the order of `page_policy`; empty: nowhere, and
-  /// a call that finds no page fails. The first must keep what it has accepted (`retains`); each of
-  /// the others gets a copy, which is read when the first has failed. Only with `kHost`.
+  /// Where pages go when the page pool is full, first those of which calls have read the fewest
+  /// rows, old reads counting less; empty: nowhere, and a call that finds no page fails. The first
+  /// must keep what it has accepted (`retains`); each of the others gets a copy, which is read when
+  /// the first has failed. Only with `kHost`.
   std::vector<std::shared_ptr<PageTier>> tiers{};
   /// A folder that becomes the first of `tiers`, by a log of files of at most `disk_cache_bytes`;
   /// what is in it from before is deleted. Empty: none. Both or neither.
   std::string disk_cache{};
   std::size_t disk_cache_bytes = 0;
-  PagePolicy page_policy = PagePolicy::kScore;
   /// Whether after a step of one token of each session, while the caller goes on, rows that its
   /// queries would choose beyond its own, half as many again, are put into the row cache for the
   /// next step

@@ -131,14 +131,6 @@ typedef enum kvtier_row_cache_policy {
   KVTIER_ROW_CACHE_SCORE = 2
 } kvtier_row_cache_policy;
 
-/* Which pages leave host memory first. */
-typedef enum kvtier_page_policy {
-  KVTIER_PAGE_CLOCK = 0,
-  KVTIER_PAGE_LRU = 1,
-  KVTIER_PAGE_S3_FIFO = 2,
-  KVTIER_PAGE_SCORE = 3
-} kvtier_page_policy;
-
 typedef struct kvtier_engine kvtier_engine;
 typedef struct kvtier_session kvtier_session;
 
@@ -224,7 +216,6 @@ typedef struct kvtier_config {
   int32_t row_cache_rows;   /* -1: automatic; 0: no row cache */
   kvtier_row_cache_policy row_cache_policy;
   kvtier_page_format page_format;
-  kvtier_page_policy page_policy;
   int32_t verify_rows;       /* not 0: rows in host memory are compared with checksums */
   int32_t prefetch_rows;     /* not 0: rows are put into the row cache after each step */
   int32_t dense_when_faster; /* not 0: sparse layers attend to all tokens where that is faster */

@@ -49,7 +49,6 @@ from kvtier.engine_config import (
     KvPlacement,
     MemoryConfig,
     PageFormat,
-    PagePolicy,
 )
 from kvtier.errors import (
     AbortedError,
@@ -140,7 +139,6 @@ __all__ = [
     "Outputs",
     "PageFormat",
     "PageFutures",
-    "PagePolicy",
     "PagePut",
     "PlaneKind",
     "PositionMismatchError",

@@ -14,7 +14,6 @@ __all__ = [
     "KvPlacement",
     "MemoryConfig",
     "PageFormat",
-    "PagePolicy",
 ]
 
 _MIB = 1 << 20
@@ -63,15 +62,6 @@ class RowCachePolicy(enum.Enum):
     SCORE = "score"
 
 
-class PagePolicy(enum.Enum):
-    """Which pages leave host memory first."""
-
-    CLOCK = "clock"
-    LRU = "lru"
-    S3_FIFO = "s3_fifo"
-    SCORE = "score"
-
-
 @dataclass(frozen=True)
 class MemoryConfig(Settings):
     """Memory of an engine, allocated when it is made. Sizes in bytes."""
@@ -108,7 +98,6 @@ class MemoryConfig(Settings):
     #: most bytes there. Empty and 0: none.
     disk_cache: str = ""
     disk_cache_bytes: int = 0
-    page_policy: PagePolicy = PagePolicy.SCORE
     prefetch_rows: bool = False
     #: Seconds that a call waits for a batch of pages on disk.
     tier_deadline: float = 10.0

@@ -67,7 +67,6 @@ void kvtier_config_init(kvtier_config* config) {
   config->row_cache_bytes = d.memory.row_cache_bytes.value_or(KVTIER_ROW_CACHE_BYTES_AUTO);
   config->row_cache_rows = d.memory.row_cache_rows;
   config->row_cache_policy = static_cast<kvtier_row_cache_policy>(d.memory.row_cache_policy);
-  config->page_policy = static_cast<kvtier_page_policy>(d.memory.page_policy);
   config->verify_rows = d.memory.verify_rows ? 1 : 0;
   config->prefetch_rows = d.memory.prefetch_rows ? 1 : 0;
   config->dense_when_faster = d.dense_when_faster ? 1 : 0;

@@ -177,7 +177,6 @@ Config to_config(const kvtier_config& c) {
   config.memory.prefetch_rows = c.prefetch_rows != 0;
   config.memory.row_cache_policy =
       checked<RowCachePolicy>(c.row_cache_policy, KVTIER_ROW_CACHE_SCORE, "row_cache_policy");
-  config.memory.page_policy = checked<PagePolicy>(c.page_policy, KVTIER_PAGE_SCORE, "page_policy");
   config.retrieval = to_retrieval(c.retrieval);
   if (c.num_extra_sketches > 0) (void)given(c.extra_sketches, "extra_sketches");
   for (std::size_t i = 0; i < c.num_extra_sketches; ++i) {

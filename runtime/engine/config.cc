@@ -202,8 +202,6 @@ std::vector<std::string> Config::validate() const {
                    "memory.row_cache_rows", "-1 (automatic) or 0..2^20", memory.row_cache_rows);
   problems.require(memory.row_cache_policy <= RowCachePolicy::kScore, "memory.row_cache_policy",
                    "an enumerator", static_cast<int>(memory.row_cache_policy));
-  problems.require(memory.page_policy <= PagePolicy::kScore, "memory.page_policy", "an enumerator",
-                   static_cast<int>(memory.page_policy));
   const std::size_t row_cache_bytes = memory.row_cache_bytes.value_or(0);
   problems.require(row_cache_bytes == 0 || memory.staging_rows != 0, "memory.row_cache_bytes",
                    "0 with staging_rows = 0, which has rows read in place", row_cache_bytes);

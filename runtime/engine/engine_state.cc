@@ -84,8 +84,7 @@ void EngineState::make_pages() {
                     ? std::make_unique<PagePool>(*device, transfer::Space::kPinnedHost, page_bytes,
                                                  config.memory.host_bytes, page_pool_options())
                     : std::make_unique<PagePool>(*device, page_bytes, config.memory.host_bytes,
-                                                 page_pool_options(), *tiers, owner,
-                                                 config.memory.page_policy);
+                                                 page_pool_options(), *tiers, owner);
 }
 
 void EngineState::restored(const std::byte* frame) {

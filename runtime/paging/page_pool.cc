@@ -21,15 +21,14 @@ constexpr std::size_t kBatchShare = 8;
 
 PagePool::PagePool(transfer::Device& device, transfer::Space space, std::size_t page_bytes,
                    std::size_t bytes, const transfer::PinOptions& options)
-    : frames_(device, space, page_bytes, bytes, options) {}
+    : frames_(device, space, page_bytes, bytes, options), order_(num_frames()) {}
 
 PagePool::PagePool(transfer::Device& device, std::size_t page_bytes, std::size_t bytes,
-                   const transfer::PinOptions& options, PageTiers& tiers, Owner& owner,
-                   PagePolicy policy)
-    : frames_(device, transfer::Space::kPinnedHost, page_bytes, bytes, options),
-      tiers_(&tiers),
-      owner_(&owner),
-      order_(make_page_order(policy, num_frames())) {}
+                   const transfer::PinOptions& options, PageTiers& tiers, Owner& owner)
+    : PagePool(device, transfer::Space::kPinnedHost, page_bytes, bytes, options) {
+  tiers_ = &tiers;
+  owner_ = &owner;
+}
 
 Page& PagePool::new_page() {
   if (free_pages_.empty()) {
@@ -65,7 +64,7 @@ void PagePool::remove_ended() {
 
 void PagePool::enter(Page& page, std::byte* frame) {
   update(page, [&] { page.frame = frame; });
-  if (has_tiers()) order_->enter(page.version.page);
+  if (has_tiers()) order_.enter(page.version.page);
 }
 
 bool PagePool::take_all(std::span<Page*> pages, transfer::Stream* stream) {
@@ -106,7 +105,7 @@ void PagePool::give_back(std::span<Page* const> pages, transfer::Event last_use)
 
 void PagePool::leave_tiers(Page& page) {
   end_version(page);
-  order_->forget(page.version.page);
+  order_.forget(page.version.page);
 }
 
 void PagePool::share(std::span<Page* const> pages) {
@@ -141,7 +140,7 @@ std::size_t PagePool::num_movable() const { return num_movable_ + num_free(); }
 std::vector<Page*> PagePool::choose(std::size_t count) {
   const auto page_of_id = [this](PageOrder::Id id) -> Page& { return pages_[id - 1]; };
   std::vector<Page*> chosen;
-  for (const PageOrder::Id id : order_->choose(count, [&](PageOrder::Id candidate) {
+  for (const PageOrder::Id id : order_.choose(count, [&](PageOrder::Id candidate) {
          const Page& page = page_of_id(candidate);
          return page.movable() && page.needed_by != call_;
        })) {
@@ -152,7 +151,7 @@ std::vector<Page*> PagePool::choose(std::size_t count) {
 
 void PagePool::evict_page(Page& page) {
   std::byte* const frame = page.frame;
-  order_->leave(page.version.page);
+  order_.leave(page.version.page);
   update(page, [&] { page.frame = nullptr; });
   ++num_moves_;
   ++num_evicted_;
@@ -192,7 +191,7 @@ std::size_t PagePool::evict(transfer::Stream& stream, std::size_t count) {
       Page& page = *to_write[at + i];
       if (!out[i].stored) {
         refused_ = true;
-        order_->use(page.version.page, 0);
+        order_.use(page.version.page, 0);
         continue;
       }
       page.crc = out[i].crc;
@@ -218,7 +217,7 @@ PagePool::Protected PagePool::protect(std::span<Page* const> pages) {
   for (Page* page : pages) {
     if (page->needed_by == call_) continue;
     page->needed_by = call_;
-    order_->use(page->version.page, std::max(std::exchange(page->rows, 0U), 1U));
+    order_.use(page->version.page, std::max(std::exchange(page->rows, 0U), 1U));
     needed.pages.push_back(page);
     if (page->lost) fail_read(1, 0);
     if (page->frame == nullptr) needed.missing.push_back(page);

@@ -78,8 +78,7 @@ class PagePool {
            std::size_t bytes, const transfer::PinOptions& options = {});
   /// A pool in pinned host memory whose pages go to `tiers`.
   PagePool(transfer::Device& device, std::size_t page_bytes, std::size_t bytes,
-           const transfer::PinOptions& options, PageTiers& tiers, Owner& owner,
-           PagePolicy policy = PagePolicy::kClock);
+           const transfer::PinOptions& options, PageTiers& tiers, Owner& owner);
   PagePool(const PagePool&) = delete;  // holders point to its pages
   PagePool& operator=(const PagePool&) = delete;
 
@@ -204,7 +203,7 @@ class PagePool {
   std::deque<Page> pages_;  ///< Records; their addresses stay.
   std::vector<Page*> free_pages_;
   std::vector<PageVersion> ended_;
-  std::unique_ptr<PageOrder> order_;  ///< With tiers only.
+  PageOrder order_;  ///< Of those in frames, with tiers.
   std::uint64_t call_ = 1;
   std::uint64_t num_moves_ = 1;
   std::size_t num_shared_ = 0;

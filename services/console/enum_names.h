@@ -50,12 +50,6 @@ inline constexpr std::array<std::pair<std::string_view, RowCachePolicy>, 3> kRow
      {"lru", RowCachePolicy::kLru},
      {"score", RowCachePolicy::kScore}}};
 
-inline constexpr std::array<std::pair<std::string_view, PagePolicy>, 4> kPagePolicyNames{
-    {{"clock", PagePolicy::kClock},
-     {"lru", PagePolicy::kLru},
-     {"s3_fifo", PagePolicy::kS3Fifo},
-     {"score", PagePolicy::kScore}}};
-
 inline constexpr std::array<std::pair<std::string_view, PlaneKind>, 2> kPlaneKindNames{
     {{"gaussian", PlaneKind::kGaussian}, {"orthogonal", PlaneKind::kOrthogonal}}};
 

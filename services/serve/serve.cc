@@ -211,7 +211,6 @@ ServerOptions server_options(const ServeCommand& command) {
   core.models.memory.row_cache_policy = command.row_cache_policy;
   core.models.memory.page_format = command.page_format;
   core.models.memory.verify_rows = command.verify_rows;
-  core.models.memory.page_policy = command.page_policy;
   core.models.memory.prefetch_rows = command.prefetch_rows;
   core.models.memory.calibration_file = command.calibration_file;
   core.models.memory.max_session_tokens = command.max_session_tokens;
@@ -315,8 +314,6 @@ void add_serve(CLI::App& program, ServeCommand& command) {
       });
   add_number("--disk-capacity-mib", command.disk_capacity_mib, 64, 1 << 28,
              "Pages in that folder, of each engine");
-  add_name("--page-policy", kPagePolicyNames, command.page_policy,
-           "Which pages leave host memory first: clock, lru, s3_fifo, score (default score)");
   add_remote_tiers(*app, command);
   add("--calibration", command.calibration_file,
       "File of kvtier calibrate that says how to allocate host memory for a GPU (default: none)")

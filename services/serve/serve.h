@@ -48,7 +48,6 @@ struct ServeCommand {
   PageFormat page_format = PageFormat::kModel;
   bool verify_rows = false;
   bool prefetch_rows = false;
-  PagePolicy page_policy = MemoryConfig{}.page_policy;
   std::string calibration_file;
   std::string disk_cache;
   std::int64_t disk_capacity_mib = 16384;

@@ -123,9 +123,9 @@ class Packages(unittest.TestCase):
 
     def test_bash_completes_commands_options_and_values(self) -> None:
         self.assertEqual(self.complete("kvtier", "se"), ["serve"])
-        self.assertEqual(self.complete("kvtier", "serve", "--page-pol"), ["--page-policy"])
-        self.assertEqual(self.complete("kvtier", "serve", "--page-policy", "s"), ["s3_fifo", "score"])
-        self.assertEqual(self.complete("kvtier", "serve", "--page-policy", "=", "c"), ["clock"])
+        self.assertEqual(self.complete("kvtier", "serve", "--row-cache-pol"), ["--row-cache-policy"])
+        self.assertEqual(self.complete("kvtier", "serve", "--row-cache-policy", "s"), ["score"])
+        self.assertEqual(self.complete("kvtier", "serve", "--row-cache-policy", "=", "c"), ["clock"])
         self.assertEqual(self.complete("kvtier", "serve", "--config", ""), [])  # a file: bash's own
         self.assertEqual(set(self.complete("kvtier", "serve", "--")), options_in(kvtier("serve", "--help")))
 

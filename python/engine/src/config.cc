@@ -190,11 +190,6 @@ kvtier::MemoryConfig memory_of(nb::handle object) {
   fields.read("calibration_file", c.calibration_file);
   fields.read("disk_cache", c.disk_cache);
   fields.read("disk_cache_bytes", c.disk_cache_bytes);
-  fields.read("page_policy", c.page_policy,
-              {{"CLOCK", PagePolicy::kClock},
-               {"LRU", PagePolicy::kLru},
-               {"S3_FIFO", PagePolicy::kS3Fifo},
-               {"SCORE", PagePolicy::kScore}});
   fields.read("prefetch_rows", c.prefetch_rows);
   double seconds = 0.0;
   fields.read("tier_deadline", seconds);

@@ -442,7 +442,6 @@ TEST(CApiDefaults, AreThoseOfTheCppApi) {
   EXPECT_FALSE(d.memory.row_cache_bytes.has_value());
   EXPECT_EQ(c.row_cache_rows, d.memory.row_cache_rows);
   EXPECT_EQ(c.row_cache_policy, KVTIER_ROW_CACHE_SCORE);
-  EXPECT_EQ(static_cast<int>(c.page_policy), static_cast<int>(d.memory.page_policy));
   EXPECT_EQ(c.verify_rows, 0);
   EXPECT_EQ(c.prefetch_rows, 0);
   EXPECT_EQ(c.dense_when_faster, 1);

@@ -87,8 +87,6 @@ std::vector<Case> single_problems() {
        [](Config& c) { c.memory.row_cache_rows = (1 << 20) + 1; }},
       {"memory.row_cache_policy: expected an enumerator, found 3",
        [](Config& c) { c.memory.row_cache_policy = static_cast<RowCachePolicy>(3); }},
-      {"memory.page_policy: expected an enumerator, found 4",
-       [](Config& c) { c.memory.page_policy = static_cast<PagePolicy>(4); }},
       {"memory.row_cache_bytes: expected 0 with staging_rows = 0, which has rows read in place, "
        "found 7",
        [](Config& c) {

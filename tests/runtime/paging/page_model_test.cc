@@ -55,7 +55,6 @@ struct Case {
   bool first_fails = false;  ///< The first tier, or both, do at times.
   bool copies_fail = false;
   bool on_disk = false;  ///< The first is a file tier, too small for all pages, without copies.
-  PagePolicy policy = PagePolicy::kClock;
 };
 
 class Calls : private PagePool::Owner {
@@ -64,7 +63,7 @@ class Calls : private PagePool::Owner {
       : case_(what),
         random_(seed),
         tiers_(make_tiers(folder), kPageBytes, std::chrono::seconds(60), {}),
-        pool_(device_, kPageBytes, kFrames * kPageBytes, {}, tiers_, *this, what.policy),
+        pool_(device_, kPageBytes, kFrames * kPageBytes, {}, tiers_, *this),
         stream_(device_.make_stream()) {}
   ~Calls() override {
     while (!sequences_.empty()) close(0);
@@ -404,7 +403,7 @@ class Calls : private PagePool::Owner {
   std::vector<Sequence> sequences_;
 };
 
-class PageModelTest : public ::testing::TestWithParam<PagePolicy> {
+class PageModelTest : public ::testing::Test {
  protected:
   PageModelTest() {
     std::string name = ::testing::TempDir() + "kvtier-model-XXXXXX";
@@ -413,8 +412,7 @@ class PageModelTest : public ::testing::TestWithParam<PagePolicy> {
   ~PageModelTest() override { std::filesystem::remove_all(folder_); }
 
   /// Runs the calls and compares after each of the first and every hundredth.
-  void run(Case what, std::uint64_t& lost) {
-    what.policy = GetParam();
+  void run(const Case& what, std::uint64_t& lost) {
     Calls calls(what, 1, folder_ / "tier");
     // A disk is waited for.
     const int count = what.on_disk ? num_calls() / 8 : num_calls();
@@ -435,32 +433,23 @@ class PageModelTest : public ::testing::TestWithParam<PagePolicy> {
   std::filesystem::path folder_;
 };
 
-TEST_P(PageModelTest, CopiesReplaceWhatTheFirstTierLosesAndNothingIsLost) {
+TEST_F(PageModelTest, CopiesReplaceWhatTheFirstTierLosesAndNothingIsLost) {
   std::uint64_t lost = 0;
   run({.first_fails = true}, lost);
   EXPECT_EQ(lost, 0U);
 }
 
-TEST_P(PageModelTest, WhatAllTiersLoseIsReportedAndTheRestIsWhole) {
+TEST_F(PageModelTest, WhatAllTiersLoseIsReportedAndTheRestIsWhole) {
   std::uint64_t lost = 0;
   run({.first_fails = true, .copies_fail = true}, lost);
   EXPECT_GT(lost, 0U);
 }
 
-TEST_P(PageModelTest, ADiskThatIsTooSmallRefusesAndLosesNothing) {
+TEST_F(PageModelTest, ADiskThatIsTooSmallRefusesAndLosesNothing) {
   std::uint64_t lost = 0;
   run({.on_disk = true}, lost);
   EXPECT_EQ(lost, 0U);
 }
-
-std::string name_of(const ::testing::TestParamInfo<PagePolicy>& policy) {
-  return std::array{"Clock", "Lru", "S3Fifo", "Score"}.at(static_cast<std::size_t>(policy.param));
-}
-
-INSTANTIATE_TEST_SUITE_P(Policies, PageModelTest,
-                         ::testing::Values(PagePolicy::kClock, PagePolicy::kLru,
-                                           PagePolicy::kS3Fifo, PagePolicy::kScore),
-                         name_of);
 
 }  // namespace
 }  // namespace kvtier::runtime

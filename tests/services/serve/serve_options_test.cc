@@ -53,20 +53,13 @@ class ServeOptionsTest : public ::testing::Test {
   std::filesystem::path folder_;
 };
 
-TEST_F(ServeOptionsTest, TakesThePoliciesOfTheLibraryWhereNoneIsNamed) {
+TEST_F(ServeOptionsTest, TakesThePolicyOfTheLibraryWhereNoneIsNamed) {
   const MemoryConfig made = memory({});
 
-  EXPECT_EQ(made.page_policy, MemoryConfig{}.page_policy);
   EXPECT_EQ(made.row_cache_policy, MemoryConfig{}.row_cache_policy);
 }
 
 TEST_F(ServeOptionsTest, TakesPoliciesByTheirNames) {
-  for (const auto& [name, policy] : {std::pair("clock", PagePolicy::kClock),
-                                     {"lru", PagePolicy::kLru},
-                                     {"s3_fifo", PagePolicy::kS3Fifo},
-                                     {"score", PagePolicy::kScore}}) {
-    EXPECT_EQ(memory({"--page-policy", name}).page_policy, policy) << name;
-  }
   for (const auto& [name, policy] : {std::pair("clock", RowCachePolicy::kClock),
                                      {"lru", RowCachePolicy::kLru},
                                      {"score", RowCachePolicy::kScore}}) {
@@ -76,7 +69,7 @@ TEST_F(ServeOptionsTest, TakesPoliciesByTheirNames) {
 
 TEST_F(ServeOptionsTest, RefusesAFileWithAnOptionThatHasNoValue) {
   const std::string file = (folder_ / "serve.toml").string();
-  for (const std::string option : {"insecure-tcp", "max-models", "page-policy"}) {
+  for (const std::string option : {"insecure-tcp", "max-models", "row-cache-policy"}) {
     for (const char* value : {"[[", "[]"}) {
       std::ofstream(file) << option << " = " << value << '\n';
       try {
@@ -91,13 +84,13 @@ TEST_F(ServeOptionsTest, RefusesAFileWithAnOptionThatHasNoValue) {
 
 TEST_F(ServeOptionsTest, TakesPoliciesFromTheEnvironmentAndFromTheFile) {
   const std::string file = (folder_ / "serve.toml").string();
-  std::ofstream(file) << "page-policy = \"s3_fifo\"\nrow-cache-policy = \"lru\"\n";
+  std::ofstream(file) << "row-cache-policy = \"lru\"\n";
+  EXPECT_EQ(memory({"--config", file}).row_cache_policy, RowCachePolicy::kLru);
   ::setenv("KVTIER_ROW_CACHE_POLICY", "clock", 1);
 
   const MemoryConfig made = memory({"--config", file});
 
   ::unsetenv("KVTIER_ROW_CACHE_POLICY");
-  EXPECT_EQ(made.page_policy, PagePolicy::kS3Fifo);
   EXPECT_EQ(made.row_cache_policy, RowCachePolicy::kClock);
 }
 

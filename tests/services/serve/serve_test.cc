@@ -248,7 +248,7 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
              {{"--tenants", tenants}, 1, "a-z"}, {{"--backend", "tpu"}, 2, "--backend"},
              {{"--redis", "unix:/x"}, 1, "expected a disk-cache"},
              {{"--config", write("d.toml", "verify-rows = \"soon\"\n")}, 2, "verify-rows"},
-             {{"--page-policy", "fifo"}, 2, "--page-policy"},
+             {{"--row-cache-policy", "fifo"}, 2, "--row-cache-policy"},
              {{"--config", folder_.string()}, 2, "found the folder"},
              {{"--tenants", folder_.string()}, 1, "found the folder"},
              {{"--config", write("f.toml", "\nverify-rows = 7\n")}, 2, "f.toml:2: verify-rows"},
