@@ -59,8 +59,7 @@ struct CalibrationOptions {
 /// ```
 [[nodiscard]] KVTIER_EXPORT Calibration calibrate(const CalibrationOptions& options);
 
-/// The name of an allocation in options and files: "auto", "managed", "registered", "huge_pages",
-/// "driver", "numa_node".
+/// The name of an allocation in options and files: "auto", "managed", "registered", "driver".
 [[nodiscard]] KVTIER_EXPORT std::string_view host_allocation_name(
     HostAllocation allocation) noexcept;
 

@@ -218,9 +218,7 @@ enum class HostAllocation : std::uint8_t {
   /// Managed memory that stays on the host and is mapped for the GPU, with pages of 2 MiB.
   kManaged,
   kRegistered,  ///< Transparent huge pages, touched by several threads, registered in chunks.
-  kHugePages,   ///< As `kRegistered`, from 2-MiB pages reserved by the administrator.
   kDriver,      ///< `cudaHostAlloc`.
-  kNumaNode,    ///< `cuMemCreate` on the GPU's NUMA node.
 };
 
 /// Which of the cached rows has to go for a new one.

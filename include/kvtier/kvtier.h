@@ -119,9 +119,7 @@ typedef enum kvtier_host_allocation {
   KVTIER_ALLOCATE_AUTO = 0,
   KVTIER_ALLOCATE_MANAGED = 1,
   KVTIER_ALLOCATE_REGISTERED = 2,
-  KVTIER_ALLOCATE_HUGE_PAGES = 3,
-  KVTIER_ALLOCATE_DRIVER = 4,
-  KVTIER_ALLOCATE_NUMA_NODE = 5
+  KVTIER_ALLOCATE_DRIVER = 3
 } kvtier_host_allocation;
 
 /* Which of the cached rows has to go for a new one. */

@@ -49,9 +49,7 @@ class HostAllocation(enum.Enum):
     AUTO = "auto"
     MANAGED = "managed"
     REGISTERED = "registered"
-    HUGE_PAGES = "huge_pages"
     DRIVER = "driver"
-    NUMA_NODE = "numa_node"
 
 
 class RowCachePolicy(enum.Enum):

@@ -27,8 +27,7 @@ constexpr std::int64_t kRowsMeasured = std::int64_t{1} << 19;
 /// Below this share of the best rate an allocation is not as good.
 constexpr double kAsGood = 0.95;
 constexpr std::array kAllocations{HostAllocation::kManaged, HostAllocation::kRegistered,
-                                  HostAllocation::kHugePages, HostAllocation::kDriver,
-                                  HostAllocation::kNumaNode};
+                                  HostAllocation::kDriver};
 /// The region is the pages of one sequence; rows of 512 bytes.
 constexpr transfer::KvGeometry kGeometry{.kv_heads = 8,
                                          .query_heads = 8,
@@ -196,7 +195,7 @@ void check(const CalibrationOptions& options) {
         std::find(kAllocations.begin(), kAllocations.end(), *it) != kAllocations.end();
     if (!known || std::find(options.allocations.begin(), it, *it) != it) {
       throw_error(ErrorCode::kInvalidArgument,
-                  "allocations: expected managed, registered, huge_pages, driver and numa_node, "
+                  "allocations: expected managed, registered and driver, "
                   "each once at most, found ",
                   host_allocation_name(*it), (known ? " again" : ""));
     }

@@ -164,7 +164,7 @@ Config to_config(const kvtier_config& c) {
   config.memory.staging_rows = c.staging_rows;
   config.memory.pin_threads = c.pin_threads;
   config.memory.host_allocation =
-      checked<HostAllocation>(c.host_allocation, KVTIER_ALLOCATE_NUMA_NODE, "host_allocation");
+      checked<HostAllocation>(c.host_allocation, KVTIER_ALLOCATE_DRIVER, "host_allocation");
   if (c.calibration_file != nullptr) config.memory.calibration_file = c.calibration_file;
   if (c.disk_cache != nullptr) config.memory.disk_cache = c.disk_cache;
   config.memory.disk_cache_bytes = c.disk_cache_bytes;

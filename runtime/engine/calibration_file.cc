@@ -15,14 +15,12 @@ namespace kvtier {
 namespace {
 
 constexpr std::string_view kTitle = "kvtier calibration 1";
-constexpr std::array<std::pair<std::string_view, HostAllocation>, 6> kNames{
+constexpr std::array<std::pair<std::string_view, HostAllocation>, 4> kNames{
     {{"auto", HostAllocation::kAuto},
      {"managed", HostAllocation::kManaged},
      {"registered", HostAllocation::kRegistered},
-     {"huge_pages", HostAllocation::kHugePages},
-     {"driver", HostAllocation::kDriver},
-     {"numa_node", HostAllocation::kNumaNode}}};
-constexpr std::string_view kMeasurable = "managed, registered, huge_pages, driver or numa_node";
+     {"driver", HostAllocation::kDriver}}};
+constexpr std::string_view kMeasurable = "managed, registered or driver";
 
 /// The shortest text that reads back as the same number.
 std::string number_text(double value) {

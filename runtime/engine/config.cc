@@ -209,7 +209,7 @@ std::vector<std::string> Config::validate() const {
                    "0 with row_cache_rows = 0, which is no row cache", row_cache_bytes);
   problems.require(memory.pin_threads >= 0, "memory.pin_threads", "at least 0", memory.pin_threads);
 
-  problems.require(memory.host_allocation <= HostAllocation::kNumaNode, "memory.host_allocation",
+  problems.require(memory.host_allocation <= HostAllocation::kDriver, "memory.host_allocation",
                    "an enumerator", static_cast<int>(memory.host_allocation));
   problems.require(
       memory.calibration_file.empty() || memory.host_allocation == HostAllocation::kAuto,

@@ -35,12 +35,10 @@ inline constexpr std::array<std::pair<std::string_view, SelectionRule>, 2> kRule
 inline constexpr std::array<std::pair<std::string_view, SketchCode>, 2> kCodeNames{
     {{"sign", SketchCode::kSign}, {"scalar", SketchCode::kScalar}}};
 
-inline constexpr std::array<std::pair<std::string_view, HostAllocation>, 5> kHostAllocationNames{
+inline constexpr std::array<std::pair<std::string_view, HostAllocation>, 3> kHostAllocationNames{
     {{"managed", HostAllocation::kManaged},
      {"registered", HostAllocation::kRegistered},
-     {"huge_pages", HostAllocation::kHugePages},
-     {"driver", HostAllocation::kDriver},
-     {"numa_node", HostAllocation::kNumaNode}}};
+     {"driver", HostAllocation::kDriver}}};
 
 inline constexpr std::array<std::pair<std::string_view, PageFormat>, 2> kPageFormatNames{
     {{"model", PageFormat::kModel}, {"int8", PageFormat::kInt8}}};

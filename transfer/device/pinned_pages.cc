@@ -26,10 +26,6 @@ std::size_t round_up(std::size_t bytes, std::size_t unit) {
 
 std::size_t small_page() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
-std::size_t page_bytes(PageKind kind) {
-  return kind == PageKind::kReserved ? kHugePage : small_page();
-}
-
 void unpin_chunks(Pinner& pinner, std::byte* data, std::size_t bytes) noexcept {
   while (bytes != 0) {
     const std::size_t part = std::min(bytes, bytes_to_chunk_end(data));
@@ -39,21 +35,18 @@ void unpin_chunks(Pinner& pinner, std::byte* data, std::size_t bytes) noexcept {
   }
 }
 
-template <PageKind kKind>
 void free_pages(void* pinner, std::byte* data, std::size_t bytes) noexcept {
-  const std::size_t mapped = round_up(bytes, page_bytes(kKind));
+  const std::size_t mapped = round_up(bytes, small_page());
   unpin_chunks(*static_cast<Pinner*>(pinner), data, mapped);
   munmap(data, mapped);
 }
 
 /// Maps whole pages, aligned to huge pages when there is one to fill. Returns nullptr when the
-/// address space, the commit limit or the reservation does not allow it.
-std::byte* map_pages(PageKind kind, std::size_t mapped) {
-  const bool reserved = kind == PageKind::kReserved;
-  const std::size_t slack = !reserved && mapped >= kHugePage ? kHugePage : 0;
-  const int flags = MAP_PRIVATE | MAP_ANONYMOUS |
-                    (reserved ? MAP_HUGETLB | (21 << MAP_HUGE_SHIFT) : MAP_NORESERVE);
-  void* const base = mmap(nullptr, mapped + slack, PROT_READ | PROT_WRITE, flags, -1, 0);
+/// address space or the commit limit does not allow it.
+std::byte* map_pages(std::size_t mapped) {
+  const std::size_t slack = mapped >= kHugePage ? kHugePage : 0;
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* const base = mmap(nullptr, mapped + slack, PROT_READ | PROT_WRITE, kFlags, -1, 0);
   if (base == MAP_FAILED) return nullptr;
   auto* data = static_cast<std::byte*>(base);
   if (slack == 0) return data;
@@ -144,15 +137,12 @@ Buffer first_pinned(std::span<const PinMethod> methods, std::size_t bytes,
               physical_bytes(), " of physical memory and a refusal: ", reasons);
 }
 
-Buffer pinned_pages(Pinner& pinner, PageKind kind, int node, std::size_t bytes,
-                    const PinOptions& options, PinRefusal& refusal) {
-  const std::size_t mapped = bytes > physical_bytes() ? 0 : round_up(bytes, page_bytes(kind));
-  std::byte* const data = mapped == 0 ? nullptr : map_pages(kind, mapped);
+Buffer pinned_pages(Pinner& pinner, int node, std::size_t bytes, const PinOptions& options,
+                    PinRefusal& refusal) {
+  const std::size_t mapped = bytes > physical_bytes() ? 0 : round_up(bytes, small_page());
+  std::byte* const data = mapped == 0 ? nullptr : map_pages(mapped);
   if (data == nullptr) {
-    const bool reserved = kind == PageKind::kReserved;
-    refusal = {.why = reserved ? "fewer huge pages are reserved and free (vm.nr_hugepages)"
-                               : "not all of it to be had",
-               .no_memory = !reserved};
+    refusal = {.why = "not all of it to be had", .no_memory = true};
     return {};
   }
   prefer_node(data, mapped, node);
@@ -184,9 +174,7 @@ Buffer pinned_pages(Pinner& pinner, PageKind kind, int node, std::size_t bytes,
     give_back();
     return {};
   }
-  const Buffer::Deleter deleter = kind == PageKind::kReserved ? free_pages<PageKind::kReserved>
-                                                              : free_pages<PageKind::kTransparent>;
-  return {data, bytes, deleter, &pinner};
+  return {data, bytes, free_pages, &pinner};
 }
 
 void touch_pages(std::byte* data, std::size_t bytes, int threads,

@@ -3,7 +3,6 @@
 #include "transfer/device/device.h"
 
 #include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <span>
 #include <string>
@@ -29,12 +28,6 @@ class Pinner {
   virtual void unpin(std::byte* data) noexcept = 0;
 };
 
-/// Pages of a mapping.
-enum class PageKind : std::uint8_t {
-  kTransparent,  ///< Small ones, which the kernel is asked to replace by huge ones.
-  kReserved,     ///< Huge ones of 2 MiB that the administrator has reserved.
-};
-
 /// Why memory was not had.
 struct PinRefusal {
   std::string why;
@@ -52,11 +45,11 @@ struct PinMethod {
 [[nodiscard]] Buffer first_pinned(std::span<const PinMethod> methods, std::size_t bytes,
                                   const std::function<void(LogLevel, std::string_view)>& log);
 
-/// Maps `bytes` bytes, on NUMA node `node` where there is a choice (-1: anywhere), touches them
-/// with `options.threads` threads and pins each chunk once it is touched, calling
-/// `options.progress`. Returns an empty buffer, with all given back, when that is refused; what
-/// `options.progress` throws passes through, all given back as well.
-[[nodiscard]] Buffer pinned_pages(Pinner& pinner, PageKind kind, int node, std::size_t bytes,
+/// Maps `bytes` bytes, in huge pages where the kernel has some, on NUMA node `node` where there is
+/// a choice (-1: anywhere), touches them with `options.threads` threads and pins each chunk once it
+/// is touched, calling `options.progress`. Returns an empty buffer, with all given back, when that
+/// is refused; what `options.progress` throws passes through, all given back as well.
+[[nodiscard]] Buffer pinned_pages(Pinner& pinner, int node, std::size_t bytes,
                                   const PinOptions& options, PinRefusal& refusal);
 
 /// Touches every page of memory with `threads` threads (0: all) and calls `ready` with the bytes

@@ -184,9 +184,7 @@ kvtier::MemoryConfig memory_of(nb::handle object) {
               {{"AUTO", HostAllocation::kAuto},
                {"MANAGED", HostAllocation::kManaged},
                {"REGISTERED", HostAllocation::kRegistered},
-               {"HUGE_PAGES", HostAllocation::kHugePages},
-               {"DRIVER", HostAllocation::kDriver},
-               {"NUMA_NODE", HostAllocation::kNumaNode}});
+               {"DRIVER", HostAllocation::kDriver}});
   fields.read("calibration_file", c.calibration_file);
   fields.read("disk_cache", c.disk_cache);
   fields.read("disk_cache_bytes", c.disk_cache_bytes);

@@ -28,7 +28,7 @@ Calibration example() {
                        .obtain_seconds = 0.1,
                        .gb_per_s = {1.0 / 3.0, 17.25, 1e-9},
                        .refused = {}},
-                      {.allocation = HostAllocation::kHugePages,
+                      {.allocation = HostAllocation::kManaged,
                        .obtain_seconds = 0.0,
                        .gb_per_s = {},
                        .refused = "fewer pages: wanted 7, found 3"},
@@ -83,9 +83,9 @@ TEST(CalibrationFile, NamesTheLineAndWhatItExpected) {
        "expected device, region_bytes, host_allocation, measured or refused, found \"gadget\""},
       {"device: ", "device ", "expected key: value"},
       {"host_allocation: driver", "host_allocation: auto",
-       "expected managed, registered, huge_pages, driver or numa_node, found \"auto\""},
-      {"host_allocation: driver", "host_allocation: numa_node",
-       "a line measured: ... of the host_allocation before the end, found \"numa_node\""},
+       "expected managed, registered or driver, found \"auto\""},
+      {"host_allocation: driver", "host_allocation: managed",
+       "a line measured: ... of the host_allocation before the end, found \"managed\""},
       {"host_allocation: driver", "host_allocation: huge_pages", "found \"huge_pages\""},
       {"measured: driver", "measured: registered", "expected each allocation once"},
       {"host_allocation: driver\n", "host_allocation: driver\nhost_allocation: driver\n",
@@ -116,9 +116,7 @@ TEST(CalibrationFile, NamesEveryAllocation) {
   EXPECT_EQ(host_allocation_name(HostAllocation::kAuto), "auto");
   EXPECT_EQ(host_allocation_name(HostAllocation::kManaged), "managed");
   EXPECT_EQ(host_allocation_name(HostAllocation::kRegistered), "registered");
-  EXPECT_EQ(host_allocation_name(HostAllocation::kHugePages), "huge_pages");
   EXPECT_EQ(host_allocation_name(HostAllocation::kDriver), "driver");
-  EXPECT_EQ(host_allocation_name(HostAllocation::kNumaNode), "numa_node");
 }
 
 CalibrationEntry measured(HostAllocation allocation, double seconds, double rate) {
@@ -131,7 +129,7 @@ CalibrationEntry measured(HostAllocation allocation, double seconds, double rate
 TEST(Calibrate, PrefersTheFastestThenTheSoonestObtained) {
   using runtime::best_allocation;
   const CalibrationEntry registered = measured(HostAllocation::kRegistered, 1.0, 20.0);
-  CalibrationEntry refused = measured(HostAllocation::kHugePages, 0.1, 100.0);
+  CalibrationEntry refused = measured(HostAllocation::kManaged, 0.1, 100.0);
   refused.refused = "none there";
   EXPECT_EQ(best_allocation({registered, refused}), HostAllocation::kRegistered);
   EXPECT_EQ(best_allocation({registered, refused, measured(HostAllocation::kDriver, 9.0, 40.0)}),

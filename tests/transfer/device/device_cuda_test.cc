@@ -9,7 +9,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <fstream>
 #include <future>
 #include <vector>
 
@@ -178,9 +177,8 @@ TEST_P(CudaDeviceTest, CopiesAcrossRegisteredChunks) {
 TEST_P(CudaDeviceTest, EveryAllocationIsReadAndWrittenByBothSides) {
   // A page of 2 MiB and a part of one.
   constexpr std::size_t kBytes = 3 * MiB + 4097;
-  for (const HostAllocation allocation :
-       {HostAllocation::kAuto, HostAllocation::kManaged, HostAllocation::kRegistered,
-        HostAllocation::kDriver, HostAllocation::kNumaNode}) {
+  for (const HostAllocation allocation : {HostAllocation::kAuto, HostAllocation::kManaged,
+                                          HostAllocation::kRegistered, HostAllocation::kDriver}) {
     SCOPED_TRACE(static_cast<int>(allocation));
     std::size_t ready = 0;
     const PinOptions options{.allocation = allocation,
@@ -204,30 +202,6 @@ TEST_P(CudaDeviceTest, EveryAllocationIsReadAndWrittenByBothSides) {
     EXPECT_EQ(pinned.data()[1], std::byte{9});
     EXPECT_EQ(pinned.data()[kBytes - 1], std::byte{9});
   }
-}
-
-TEST_P(CudaDeviceTest, TriesAnotherAllocationUnlessToldNotTo) {
-  std::ifstream meminfo("/proc/meminfo");
-  std::size_t free_pages = 0;
-  for (std::string word; meminfo >> word;) {
-    if (word == "HugePages_Free:") meminfo >> free_pages;
-  }
-  const std::size_t bytes = (free_pages + 1) * 2 * MiB;
-  std::vector<std::string> messages;
-  PinOptions options{.allocation = HostAllocation::kHugePages,
-                     .only = true,
-                     .log = [&](LogLevel, std::string_view text) { messages.emplace_back(text); }};
-  expect_error(ErrorCode::kResourceExhausted,
-               [&] { static_cast<void>(device_->allocate(Space::kPinnedHost, bytes, options)); });
-  EXPECT_TRUE(messages.empty());
-
-  options.only = false;
-  const Buffer pinned = device_->allocate(Space::kPinnedHost, bytes, options);
-
-  EXPECT_EQ(pinned.bytes(), bytes);
-  ASSERT_EQ(messages.size(), 1U);
-  EXPECT_NE(messages[0].find("reserved huge pages refused"), std::string::npos) << messages[0];
-  EXPECT_NE(messages[0].find("trying registered pages"), std::string::npos) << messages[0];
 }
 
 TEST_P(CudaDeviceTest, RefusesTasksAndForeignEvents) {
@@ -255,8 +229,8 @@ TEST_P(CudaDeviceTest, ThrowsWhatCudaReportsAndForgetsIt) {
 }
 
 TEST_P(CudaDeviceTest, GivesPinnedMemoryBackWhenTheCallerThrows) {
-  for (const HostAllocation allocation : {HostAllocation::kManaged, HostAllocation::kRegistered,
-                                          HostAllocation::kDriver, HostAllocation::kNumaNode}) {
+  for (const HostAllocation allocation :
+       {HostAllocation::kManaged, HostAllocation::kRegistered, HostAllocation::kDriver}) {
     const PinOptions options{
         .allocation = allocation,
         .only = true,

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <fstream>
 #include <sys/mman.h>
 #include <utility>
 #include <vector>
@@ -69,8 +68,7 @@ TEST(PinnedPages, ArePinnedInChunksFromEndToEnd) {
                              progress.push_back(ready);
                            }};
   {
-    const Buffer memory =
-        pinned_pages(pinner, PageKind::kTransparent, -1, kTwoChunks, options, refusal);
+    const Buffer memory = pinned_pages(pinner, -1, kTwoChunks, options, refusal);
     ASSERT_EQ(memory.bytes(), kTwoChunks);
     std::byte* at = memory.data();
     for (const auto& [data, bytes] : pinner.chunks) {
@@ -94,8 +92,7 @@ TEST(PinnedPages, GiveAllBackWhenAChunkIsRefused) {
   ListPinner pinner(1);
   PinRefusal refusal;
 
-  const Buffer memory =
-      pinned_pages(pinner, PageKind::kTransparent, -1, kTwoChunks, {.threads = 2}, refusal);
+  const Buffer memory = pinned_pages(pinner, -1, kTwoChunks, {.threads = 2}, refusal);
 
   EXPECT_EQ(memory.data(), nullptr);
   EXPECT_THAT(refusal.why, HasSubstr("no more of it"));
@@ -111,9 +108,7 @@ TEST(PinnedPages, GiveAllBackWhenTheCallerThrows) {
                              throw Error(ErrorCode::kCancelled, "enough");
                            }};
 
-  EXPECT_THROW(static_cast<void>(
-                   pinned_pages(pinner, PageKind::kTransparent, -1, 3 * MiB, options, refusal)),
-               Error);
+  EXPECT_THROW(static_cast<void>(pinned_pages(pinner, -1, 3 * MiB, options, refusal)), Error);
 
   expect_all_given_back(pinner);
 }
@@ -122,8 +117,7 @@ TEST(PinnedPages, AreWholeSmallPages) {
   for (const std::size_t bytes : {std::size_t{1}, std::size_t{4096}, std::size_t{4097}}) {
     ListPinner pinner;
     PinRefusal refusal;
-    const Buffer memory =
-        pinned_pages(pinner, PageKind::kTransparent, -1, bytes, {.threads = 1}, refusal);
+    const Buffer memory = pinned_pages(pinner, -1, bytes, {.threads = 1}, refusal);
     ASSERT_NE(memory.data(), nullptr) << bytes;
     EXPECT_EQ(memory.bytes(), bytes);
     EXPECT_EQ(pinner.chunks[0].second, (bytes + 4095) / 4096 * 4096);
@@ -134,10 +128,7 @@ TEST(PinnedPages, WantANodeOnlyWhereThereIsOne) {
   for (const int node : {0, 63, 64, 1000}) {
     ListPinner pinner;
     PinRefusal refusal;
-    EXPECT_NE(
-        pinned_pages(pinner, PageKind::kTransparent, node, MiB, {.threads = 1}, refusal).data(),
-        nullptr)
-        << node;
+    EXPECT_NE(pinned_pages(pinner, node, MiB, {.threads = 1}, refusal).data(), nullptr) << node;
   }
 }
 
@@ -145,28 +136,10 @@ TEST(PinnedPages, AreRefusedBeyondTheMachinesMemory) {
   ListPinner pinner;
   PinRefusal refusal;
 
-  const Buffer memory =
-      pinned_pages(pinner, PageKind::kTransparent, -1, physical_bytes() + 1, {}, refusal);
+  const Buffer memory = pinned_pages(pinner, -1, physical_bytes() + 1, {}, refusal);
 
   EXPECT_EQ(memory.data(), nullptr);
   EXPECT_TRUE(refusal.no_memory);
-  EXPECT_TRUE(pinner.chunks.empty());
-}
-
-TEST(PinnedPages, AreRefusedBeyondTheReservation) {
-  std::size_t free_pages = 0;
-  std::ifstream meminfo("/proc/meminfo");
-  for (std::string word; meminfo >> word;) {
-    if (word == "HugePages_Free:") meminfo >> free_pages;
-  }
-  ListPinner pinner;
-  PinRefusal refusal;
-
-  const Buffer memory = pinned_pages(pinner, PageKind::kReserved, -1, (free_pages + 1) * 2 * MiB,
-                                     {.threads = 1}, refusal);
-
-  EXPECT_EQ(memory.data(), nullptr);
-  EXPECT_THAT(refusal.why, HasSubstr("nr_hugepages"));
   EXPECT_TRUE(pinner.chunks.empty());
 }
 

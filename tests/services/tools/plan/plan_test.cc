@@ -174,7 +174,7 @@ TEST_F(PlanTest, TakesRatesFromTheCalibration) {
   calibration.device = "a GPU";
   calibration.region_bytes = GiB;
   calibration.best = HostAllocation::kRegistered;
-  calibration.entries = {{.allocation = HostAllocation::kHugePages, .gb_per_s = {90, 90, 90}},
+  calibration.entries = {{.allocation = HostAllocation::kManaged, .gb_per_s = {90, 90, 90}},
                          {.allocation = HostAllocation::kRegistered, .gb_per_s = {20, 30, 40}}};
   PlanCommand wanted = command();
   wanted.calibration = write("calibration", to_text(calibration));
