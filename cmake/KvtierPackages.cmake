@@ -23,7 +23,7 @@ set(CPACK_DEBIAN_PACKAGE_CONTROL_STRICT_PERMISSION ON)
 
 set(CPACK_DEBIAN_SDK_PACKAGE_NAME libkvtier-dev)
 set(CPACK_DEBIAN_SDK_PACKAGE_SECTION libdevel)
-set(CPACK_DEBIAN_SDK_PACKAGE_RECOMMENDS "pkg-config, libtbb-dev")  # the archive's
+set(CPACK_DEBIAN_SDK_PACKAGE_RECOMMENDS "pkg-config, libtbb-dev, libisal-dev")  # the archive's
 set(CPACK_DEBIAN_SDK_PACKAGE_CONTROL_EXTRA ${PROJECT_BINARY_DIR}/package/shlibs ${PROJECT_BINARY_DIR}/package/triggers)
 set(CPACK_COMPONENT_SDK_DESCRIPTION
   "The library for C++20 and C: shared library and archive, headers,\n a CMake package and pkg-config files.")

@@ -2,8 +2,8 @@
 # shellcheck shell=bash disable=SC2034
 
 # Debian 12 and Ubuntu 24.04 call them alike.
-kvtier_demo_packages=(g++ cmake ninja-build ccache pkg-config libtbb-dev libopenblas-dev libcli11-dev
-  nlohmann-json3-dev)
+kvtier_demo_packages=(g++ cmake ninja-build ccache pkg-config libtbb-dev libisal-dev libopenblas-dev
+  libcli11-dev nlohmann-json3-dev)
 kvtier_test_packages=("${kvtier_demo_packages[@]}" git libboost-dev libssl-dev libgrpc++-dev libprotobuf-dev prometheus-cpp-dev liburing-dev
   protobuf-compiler protobuf-compiler-grpc libgtest-dev libgmock-dev libbenchmark-dev libspdlog-dev
   libmemcached-dev libhiredis-dev libnghttp2-dev memcached redis-server

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the wheels of kvtier (pure Python) and kvtier-engine into DIR, and tries them in an environment of their own.
-# That of kvtier-engine has one native module for CPU and GPU: cudart is linked statically, TBB and liburing are inside,
+# That of kvtier-engine has one native module for CPU and GPU: cudart is linked statically, TBB, ISA-L and liburing are inside,
 # and the driver is looked for when an engine is made. auditwheel names the oldest glibc that it runs with, which
 # follows from the compiler: manylinux_2_35 on Debian 12.
 #
@@ -33,7 +33,7 @@ while (($# > 0)); do
   shift
 done
 if ((${#settings[@]} == 0)); then
-  need_packages g++ cmake ninja-build ccache libtbb-dev liburing-dev
+  need_packages g++ cmake ninja-build ccache libtbb-dev libisal-dev liburing-dev
   mapfile -t options < <(cmake_options)
   for option in "${options[@]}" -DKVTIER_UNITY=ON; do settings+=("-Ccmake.define.${option#-D}"); done
   if CUDACXX=$(find_nvcc); then

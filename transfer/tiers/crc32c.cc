@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <vector>
+#include <isa-l/crc.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -12,170 +12,7 @@
 namespace kvtier {
 namespace {
 
-// A CRC is a polynomial over GF(2) modulo this one; bit 31 is the coefficient of x^0.
-constexpr std::uint32_t kPolynomial = 0x82F63B78;
-
-constexpr std::uint32_t times_x(std::uint32_t a) {
-  return (a & 1U) != 0 ? a >> 1U ^ kPolynomial : a >> 1U;
-}
-
-constexpr std::uint32_t multiply(std::uint32_t a, std::uint32_t b) {
-  std::uint32_t product = 0;
-  for (std::uint32_t bit = 1U << 31U; bit != 0; bit >>= 1U) {
-    if ((a & bit) != 0) product ^= b;
-    b = times_x(b);
-  }
-  return product;
-}
-
-/// x to the powers 1, 2, 4, 8 and so on.
-constexpr std::array<std::uint32_t, 64> kSquares = [] {
-  std::array<std::uint32_t, 64> squares{1U << 30U};
-  for (std::size_t i = 1; i < squares.size(); ++i) {
-    squares[i] = multiply(squares[i - 1], squares[i - 1]);
-  }
-  return squares;
-}();
-
-constexpr std::uint32_t power_of_x(std::uint64_t exponent) {
-  std::uint32_t power = 1U << 31U;
-  for (std::size_t i = 0; exponent >> i != 0; ++i) {
-    if ((exponent >> i & 1U) != 0) power = multiply(power, kSquares[i]);
-  }
-  return power;
-}
-
-constexpr std::array<std::uint32_t, 256> make_byte_table() {
-  std::array<std::uint32_t, 256> table{};
-  for (std::uint32_t i = 0; i < table.size(); ++i) {
-    std::uint32_t value = i;
-    for (int bit = 0; bit < 8; ++bit) value = times_x(value);
-    table[i] = value;
-  }
-  return table;
-}
-
-constexpr std::array<std::uint32_t, 256> kByteTable = make_byte_table();
-
-std::uint32_t update_by_bytes(std::uint32_t state, const std::byte* data, std::size_t size) {
-  for (std::size_t i = 0; i < size; ++i) {
-    state = state >> 8U ^ kByteTable[(state ^ std::to_integer<std::uint32_t>(data[i])) & 255U];
-  }
-  return state;
-}
-
-/// Bytes copied before their CRC is taken, where that is a pass of its own: from the nearest cache.
-constexpr std::size_t kPieceBytes = 6 << 10;
-
-/// Copies piece by piece, where there is a `to`, and updates a state by `update(state, data,
-/// size)`.
-template <typename Update>
-std::uint32_t by_pieces(std::uint32_t crc, const std::byte* from, std::size_t size, std::byte* to,
-                        Update update) {
-  std::uint32_t state = ~crc;
-  if (to == nullptr) return ~update(state, from, size);
-  while (size > 0) {
-    const std::size_t count = std::min(size, kPieceBytes);
-    std::memcpy(to, from, count);
-    state = update(state, to, count);
-    from += count;
-    to += count;
-    size -= count;
-  }
-  return ~state;
-}
-
-std::uint32_t run_by_bytes(std::uint32_t crc, const std::byte* from, std::size_t size,
-                           std::byte* to) {
-  return by_pieces(crc, from, size, to, update_by_bytes);
-}
-
 #if defined(__x86_64__)
-
-// The instruction takes one operand a cycle and answers after three: three lanes keep it busy. A
-// lane's state is moved over the bytes of another by multiplying it with x^(8 * bytes).
-constexpr std::size_t kLaneBytes = 1024;
-
-using ShiftTable = std::array<std::array<std::uint32_t, 256>, 4>;
-
-constexpr ShiftTable make_shift_table() {
-  const std::uint32_t power = power_of_x(8 * kLaneBytes);
-  ShiftTable table{};
-  for (std::uint32_t byte = 0; byte < 4; ++byte) {
-    for (std::uint32_t value = 0; value < 256; ++value) {
-      table[byte][value] = multiply(value << 8U * byte, power);
-    }
-  }
-  return table;
-}
-
-constexpr ShiftTable kShift = make_shift_table();
-
-std::uint32_t over_a_lane(std::uint32_t state) {
-  return kShift[0][state & 255U] ^ kShift[1][state >> 8U & 255U] ^ kShift[2][state >> 16U & 255U] ^
-         kShift[3][state >> 24U];
-}
-
-std::uint64_t load(const std::byte* data) {
-  std::uint64_t word = 0;
-  std::memcpy(&word, data, sizeof word);
-  return word;
-}
-
-__attribute__((target("sse4.2"))) std::uint32_t update_by_lanes(std::uint32_t state,
-                                                                const std::byte* data,
-                                                                std::size_t size) {
-  while (size >= 3 * kLaneBytes) {
-    std::uint64_t first = state;
-    std::uint64_t second = 0;
-    std::uint64_t third = 0;
-    for (std::size_t i = 0; i < kLaneBytes; i += 8) {
-      first = _mm_crc32_u64(first, load(data + i));
-      second = _mm_crc32_u64(second, load(data + kLaneBytes + i));
-      third = _mm_crc32_u64(third, load(data + 2 * kLaneBytes + i));
-    }
-    state = over_a_lane(static_cast<std::uint32_t>(first)) ^ static_cast<std::uint32_t>(second);
-    state = over_a_lane(state) ^ static_cast<std::uint32_t>(third);
-    data += 3 * kLaneBytes;
-    size -= 3 * kLaneBytes;
-  }
-  std::uint64_t wide = state;
-  for (; size >= 8; data += 8, size -= 8) wide = _mm_crc32_u64(wide, load(data));
-  return update_by_bytes(static_cast<std::uint32_t>(wide), data, size);
-}
-
-std::uint32_t run_by_lanes(std::uint32_t crc, const std::byte* from, std::size_t size,
-                           std::byte* to) {
-  return by_pieces(crc, from, size, to, update_by_lanes);
-}
-
-// Carry-less products fold what has been read onto the bytes that follow it: 64 bits times
-// x^distance, which is 64 bits more of a polynomial with the same remainder (Gopal et al., "Fast
-// CRC computation for generic polynomials using PCLMULQDQ instruction", Intel 2009). The first 64
-// of 128 bits stand 64 further from the end. A product of reflected operands lacks one bit,
-// hence 1.
-constexpr long long fold_by(std::uint64_t distance) {
-  return static_cast<long long>(std::uint64_t{power_of_x(distance)} << 1U);
-}
-
-/// What is left of folded bytes, a polynomial with their remainder, and the bytes after them.
-std::uint32_t finish(std::span<const std::byte> folded, const std::byte* from, std::size_t size,
-                     std::byte* to) {
-  return run_by_lanes(~update_by_lanes(0, folded.data(), folded.size()), from, size, to);
-}
-
-/// Moves on by the bytes of a round.
-struct Rest {
-  const std::byte* from;
-  std::size_t size;
-  std::byte* to;
-
-  void skip(std::size_t bytes) {
-    from += bytes;
-    size -= bytes;
-    if (to != nullptr) to += bytes;
-  }
-};
 
 /// A copy of so many bytes goes past the caches, when its place is aligned: a page is read later,
 /// and elsewhere, and lines that are written whole need not be read before. What is read is asked
@@ -185,171 +22,102 @@ struct Rest {
 constexpr std::size_t kLeastStreamed = 32 << 10;
 constexpr std::size_t kAhead = 3584;
 
-/// Asks for the round of `kStep` bytes that lies `kAhead` further, when it is one of these bytes.
-template <std::size_t kStep>
-void ask_ahead(const Rest& rest) {
-  if (rest.size < kStep + kAhead) return;
-  const char* const at = reinterpret_cast<const char*>(rest.from) + kAhead;
-  for (std::size_t i = 0; i < kStep; i += 64) _mm_prefetch(at + i, _MM_HINT_NTA);
+constexpr std::size_t kWidth = 64;
+constexpr std::size_t kStep = 4 * kWidth;
+
+/// x to a power, modulo the polynomial of the CRC; bit 31 is the coefficient of x^0.
+constexpr std::uint32_t power_of_x(int exponent) {
+  constexpr std::uint32_t kPolynomial = 0x82F63B78;
+  std::uint32_t power = 1U << 31U;
+  for (; exponent > 0; --exponent) power = power >> 1U ^ ((power & 1U) != 0 ? kPolynomial : 0);
+  return power;
 }
 
-bool streams(const std::byte* to, std::size_t size) {
-  return size >= kLeastStreamed && reinterpret_cast<std::uintptr_t>(to) % 64 == 0;
-}
+#define KVTIER_FOLDS __attribute__((target("avx512f,vpclmulqdq,pclmul")))
 
-enum class Copy : std::uint8_t { kNone, kCached, kStreamed };
-
-#define KVTIER_FOLDS_512 __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2")))
-#define KVTIER_FOLDS_256 __attribute__((target("avx2,vpclmulqdq,pclmul,sse4.2")))
-
+/// Carry-less products fold what has been read onto the bytes `kBytes` further: 64 bits times
+/// x^distance, which is 64 bits more of a polynomial with the same remainder (Gopal et al., "Fast
+/// CRC computation for generic polynomials using PCLMULQDQ instruction", Intel 2009). The first 64
+/// of 128 bits stand 64 further from the end. A product of reflected operands lacks one bit, hence
+/// the shift.
 template <int kBytes>
-KVTIER_FOLDS_512 __m512i fold(__m512i past, __m512i next) {
-  const __m512i by = _mm512_set4_epi64(fold_by(8 * kBytes - 32), fold_by(8 * kBytes + 32),
-                                       fold_by(8 * kBytes - 32), fold_by(8 * kBytes + 32));
+KVTIER_FOLDS __m512i fold(__m512i past, __m512i next) {
+  constexpr auto kFirst = static_cast<long long>(std::uint64_t{power_of_x(8 * kBytes + 32)} << 1U);
+  constexpr auto kLast = static_cast<long long>(std::uint64_t{power_of_x(8 * kBytes - 32)} << 1U);
   constexpr int kXor = 0x96;  // of three
+  const __m512i by = _mm512_set4_epi64(kLast, kFirst, kLast, kFirst);
   return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(past, by, 0x00),
                                    _mm512_clmulepi64_epi128(past, by, 0x11), next, kXor);
 }
 
-template <int kBytes>
-KVTIER_FOLDS_256 __m256i fold(__m256i past, __m256i next) {
-  const __m256i by = _mm256_set_epi64x(fold_by(8 * kBytes - 32), fold_by(8 * kBytes + 32),
-                                       fold_by(8 * kBytes - 32), fold_by(8 * kBytes + 32));
-  const __m256i low = _mm256_clmulepi64_epi128(past, by, 0x00);
-  const __m256i high = _mm256_clmulepi64_epi128(past, by, 0x11);
-  return _mm256_xor_si256(_mm256_xor_si256(low, high), next);
-}
-
-template <Copy kCopy>
-KVTIER_FOLDS_512 std::uint32_t run_by_folding_512(std::uint32_t crc, Rest rest) {
-  constexpr std::size_t kWidth = 64;
-  constexpr std::size_t kStep = 4 * kWidth;
-  const auto next = [&](std::size_t i) KVTIER_FOLDS_512 {
-    const std::byte* const at = rest.from + i * kWidth;
-    const __m512i data = _mm512_loadu_si512(at);
-    if constexpr (kCopy == Copy::kCached) _mm512_storeu_si512(rest.to + i * kWidth, data);
-    if constexpr (kCopy == Copy::kStreamed) {
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(rest.to + i * kWidth), data);
-    }
+/// Copies whole steps past the caches, one at least, to a place at a multiple of `kWidth`. Returns
+/// `kWidth` bytes with the same remainder: their CRC, begun with a register of 0, is that of `crc`
+/// and the bytes that were copied.
+KVTIER_FOLDS std::array<std::byte, kWidth> copy_folding(std::byte* to, const std::byte* from,
+                                                        std::size_t size, std::uint32_t crc) {
+  const auto next = [&](std::size_t at) KVTIER_FOLDS {
+    const __m512i data = _mm512_loadu_si512(from + at);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), data);
     return data;
   };
   const __m512i state = _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(~crc)));
   __m512i first = _mm512_xor_si512(next(0), state);
-  __m512i second = next(1);
-  __m512i third = next(2);
-  __m512i fourth = next(3);
-  rest.skip(kStep);
-  while (rest.size >= kStep) {
-    if constexpr (kCopy == Copy::kStreamed) ask_ahead<kStep>(rest);
-    first = fold<kStep>(first, next(0));
-    second = fold<kStep>(second, next(1));
-    third = fold<kStep>(third, next(2));
-    fourth = fold<kStep>(fourth, next(3));
-    rest.skip(kStep);
+  __m512i second = next(kWidth);
+  __m512i third = next(2 * kWidth);
+  __m512i fourth = next(3 * kWidth);
+  for (std::size_t at = kStep; at < size; at += kStep) {
+    if (at + kAhead + kStep <= size) {
+      const char* const ahead = reinterpret_cast<const char*>(from + at) + kAhead;
+      for (std::size_t i = 0; i < kStep; i += kWidth) _mm_prefetch(ahead + i, _MM_HINT_NTA);
+    }
+    first = fold<kStep>(first, next(at));
+    second = fold<kStep>(second, next(at + kWidth));
+    third = fold<kStep>(third, next(at + 2 * kWidth));
+    fourth = fold<kStep>(fourth, next(at + 3 * kWidth));
   }
   const __m512i last = fold<kWidth>(fold<kWidth>(fold<kWidth>(first, second), third), fourth);
-  if constexpr (kCopy == Copy::kStreamed) _mm_sfence();
-  alignas(kWidth) std::array<std::byte, kWidth> folded{};
-  _mm512_store_si512(folded.data(), last);
-  return finish(folded, rest.from, rest.size, rest.to);
+  _mm_sfence();
+  std::array<std::byte, kWidth> folded{};
+  _mm512_storeu_si512(folded.data(), last);
+  return folded;
 }
 
-template <Copy kCopy>
-KVTIER_FOLDS_256 std::uint32_t run_by_folding_256(std::uint32_t crc, Rest rest) {
-  constexpr std::size_t kWidth = 32;
-  constexpr std::size_t kStep = 4 * kWidth;
-  const auto next = [&](std::size_t i) KVTIER_FOLDS_256 {
-    const std::byte* const at = rest.from + i * kWidth;
-    const __m256i data = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-    auto* const to = reinterpret_cast<__m256i*>(rest.to + i * kWidth);
-    if constexpr (kCopy == Copy::kCached) _mm256_storeu_si256(to, data);
-    if constexpr (kCopy == Copy::kStreamed) _mm256_stream_si256(to, data);
-    return data;
-  };
-  const __m256i state = _mm256_zextsi128_si256(_mm_cvtsi32_si128(static_cast<int>(~crc)));
-  __m256i first = _mm256_xor_si256(next(0), state);
-  __m256i second = next(1);
-  __m256i third = next(2);
-  __m256i fourth = next(3);
-  rest.skip(kStep);
-  while (rest.size >= kStep) {
-    if constexpr (kCopy == Copy::kStreamed) ask_ahead<kStep>(rest);
-    first = fold<kStep>(first, next(0));
-    second = fold<kStep>(second, next(1));
-    third = fold<kStep>(third, next(2));
-    fourth = fold<kStep>(fourth, next(3));
-    rest.skip(kStep);
-  }
-  const __m256i last = fold<kWidth>(fold<kWidth>(fold<kWidth>(first, second), third), fourth);
-  if constexpr (kCopy == Copy::kStreamed) _mm_sfence();
-  alignas(kWidth) std::array<std::byte, kWidth> folded{};
-  _mm256_store_si256(reinterpret_cast<__m256i*>(folded.data()), last);
-  return finish(folded, rest.from, rest.size, rest.to);
-}
-
-/// Fewer bytes are not worth a start.
-constexpr std::size_t kLeastFolded = 512;
-
-std::uint32_t run_by_folding_512(std::uint32_t crc, const std::byte* from, std::size_t size,
-                                 std::byte* to) {
-  if (size < kLeastFolded) return run_by_lanes(crc, from, size, to);
-  const Rest all{from, size, to};
-  if (to == nullptr) return run_by_folding_512<Copy::kNone>(crc, all);
-  return streams(to, size) ? run_by_folding_512<Copy::kStreamed>(crc, all)
-                           : run_by_folding_512<Copy::kCached>(crc, all);
-}
-
-std::uint32_t run_by_folding_256(std::uint32_t crc, const std::byte* from, std::size_t size,
-                                 std::byte* to) {
-  if (size < kLeastFolded) return run_by_lanes(crc, from, size, to);
-  const Rest all{from, size, to};
-  if (to == nullptr) return run_by_folding_256<Copy::kNone>(crc, all);
-  return streams(to, size) ? run_by_folding_256<Copy::kStreamed>(crc, all)
-                           : run_by_folding_256<Copy::kCached>(crc, all);
+bool can_fold() {
+  static const bool can =
+      __builtin_cpu_supports("vpclmulqdq") != 0 && __builtin_cpu_supports("avx512f") != 0;
+  return can;
 }
 
 #endif
-
-std::vector<Crc32cPath> find_paths() {
-  std::vector<Crc32cPath> paths;
-#if defined(__x86_64__)
-  const bool folds = __builtin_cpu_supports("vpclmulqdq") != 0;
-  if (folds && __builtin_cpu_supports("avx512f") != 0) {
-    paths.push_back({"vpclmulqdq of 512 bits", run_by_folding_512});
-  }
-  if (folds && __builtin_cpu_supports("avx2") != 0) {
-    paths.push_back({"vpclmulqdq of 256 bits", run_by_folding_256});
-  }
-  if (__builtin_cpu_supports("sse4.2") != 0) paths.push_back({"sse4.2", run_by_lanes});
-#endif
-  paths.push_back({"bytes", run_by_bytes});
-  return paths;
-}
-
-const Crc32cPath& path() {
-  static const Crc32cPath fastest = crc32c_paths().front();
-  return fastest;
-}
 
 }  // namespace
 
-std::span<const Crc32cPath> crc32c_paths() noexcept {
-  static const std::vector<Crc32cPath> paths = find_paths();
-  return paths;
-}
-
 std::uint32_t crc32c(std::span<const std::byte> bytes, std::uint32_t crc) noexcept {
-  return path().run(crc, bytes.data(), bytes.size(), nullptr);
+  constexpr std::size_t kMost = std::size_t{1} << 30U;  // ISA-L counts in int
+  std::uint32_t state = ~crc;
+  while (!bytes.empty()) {
+    const auto part = bytes.first(std::min(bytes.size(), kMost));
+    auto* const data = reinterpret_cast<unsigned char*>(const_cast<std::byte*>(part.data()));
+    state = ::crc32_iscsi(data, static_cast<int>(part.size()), state);
+    bytes = bytes.subspan(part.size());
+  }
+  return ~state;
 }
 
 std::uint32_t crc32c_copy(std::span<std::byte> to, std::span<const std::byte> from,
                           std::uint32_t crc) noexcept {
-  return path().run(crc, from.data(), from.size(), to.data());
-}
-
-std::uint32_t crc32c_join(std::uint32_t first, std::uint32_t second,
-                          std::size_t second_size) noexcept {
-  return multiply(first, power_of_x(8 * std::uint64_t{second_size})) ^ second;
+#if defined(__x86_64__)
+  const bool aligned = reinterpret_cast<std::uintptr_t>(to.data()) % kWidth == 0;
+  if (from.size() >= kLeastStreamed && aligned && can_fold()) {
+    const std::size_t steps = from.size() / kStep * kStep;
+    constexpr std::uint32_t kFromZero = 0xFFFFFFFF;
+    crc = crc32c(copy_folding(to.data(), from.data(), steps, crc), kFromZero);
+    to = to.subspan(steps);
+    from = from.subspan(steps);
+  }
+#endif
+  if (!from.empty()) std::memcpy(to.data(), from.data(), from.size());
+  return crc32c(to.first(from.size()), crc);
 }
 
 }  // namespace kvtier

@@ -2,6 +2,7 @@
 #include "transfer/tiers/file_tier_state.h"
 
 #include <algorithm>
+#include <cstring>
 #include <deque>
 #include <vector>
 
@@ -26,8 +27,6 @@ class FileTier::Get {
  private:
   struct Plan {
     PagePlace place;
-    std::size_t first_chunk = 0;
-    std::size_t num_chunks = 0;
     std::size_t chunks_left = 0;
     int error = 0;
     bool padded = true;  // with zeros, as it was written
@@ -36,7 +35,6 @@ class FileTier::Get {
     std::size_t page = 0;
     std::size_t at = 0;
     std::size_t size = 0;
-    std::uint32_t crc = 0;
   };
 
   static std::size_t chunk_bytes(IoChannel& io) { return io.bytes(0).size() - kBlockBytes; }
@@ -83,25 +81,23 @@ class FileTier::Get {
     whole.swap(chunks_);
     for (const Chunk& page : whole) {
       const std::size_t length = pages_[page.page].bytes.size();
-      Plan& plan = plans_[page.page];
-      plan.first_chunk = chunks_.size();
       for (std::size_t at = 0; at < length; at += chunk_bytes(io)) {
         chunks_.push_back(
             {.page = page.page, .at = at, .size = std::min(chunk_bytes(io), length - at)});
+        ++plans_[page.page].chunks_left;
       }
-      plan.num_chunks = plan.chunks_left = chunks_.size() - plan.first_chunk;
     }
   }
 
   void take(IoChannel& io, const IoChannel::Done& done) {
-    Chunk& chunk = chunks_[done.tag];
+    const Chunk& chunk = chunks_[done.tag];
     Plan& plan = plans_[chunk.page];
     TierGet& page = pages_[chunk.page];
     if (done.error != 0) {
       plan.error = done.error;
     } else {
       const auto bytes = io.bytes(done.slot);
-      chunk.crc = crc32c_copy(page.bytes.subspan(chunk.at, chunk.size), bytes.first(chunk.size));
+      std::memcpy(page.bytes.data() + chunk.at, bytes.data(), chunk.size);
       const auto padding = bytes.subspan(
           chunk.size, static_cast<std::size_t>(round_to_blocks(chunk.size)) - chunk.size);
       plan.padded = plan.padded && std::all_of(padding.begin(), padding.end(),
@@ -109,7 +105,7 @@ class FileTier::Get {
     }
     io.give_slot(done.slot);
     if (--plan.chunks_left > 0) return;
-    if (plan.error == 0 && plan.padded && crc_of(plan) == plan.place.crc) {
+    if (plan.error == 0 && plan.padded && crc32c(page.bytes) == plan.place.crc) {
       page.status = TierStatus::kOk;
       page.crc = plan.place.crc;
       return;
@@ -119,15 +115,6 @@ class FileTier::Get {
     if (state_.forget(page.key, plan.place)) {
       static_cast<void>(State::bury(io, page.key, plan.place));
     }
-  }
-
-  [[nodiscard]] std::uint32_t crc_of(const Plan& plan) const {
-    std::uint32_t crc = chunks_[plan.first_chunk].crc;
-    for (std::size_t i = 1; i < plan.num_chunks; ++i) {
-      const Chunk& chunk = chunks_[plan.first_chunk + i];
-      crc = crc32c_join(crc, chunk.crc, chunk.size);
-    }
-    return crc;
   }
 
   void count() {
