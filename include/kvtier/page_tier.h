@@ -58,33 +58,30 @@ struct LatencyHistogram {
   [[nodiscard]] KVTIER_EXPORT std::uint64_t total() const noexcept;
 };
 
-/// What a tier was asked, in pages, and what it answered. Every page of a batch that did not throw
-/// is counted once, so that at rest
+/// What an engine has asked of a tier, in pages, and what it was answered, and what the tier says
+/// of itself. Every page of a batch that did not throw is counted once, so that at rest
 ///
 ///     gets     = hits + misses + corrupt + get_timeouts + get_failures
-///     puts     = stored + present + refused + put_timeouts + put_failures
-///
-/// `PageTier::stats` counts what all users of the tier have asked since it was made. `Stats::tiers`
-/// counts what one engine has asked, and has from the tier what it says of itself.
+///     puts     = stored + refused + put_timeouts + put_failures
 struct TierStats {
-  std::string kind{};              ///< As `PageTier::kind`; of `Stats::tiers` alone.
-  std::uint64_t gets = 0;          ///< Pages asked for.
-  std::uint64_t hits = 0;          ///< kOk: whole and verified.
-  std::uint64_t misses = 0;        ///< kMiss.
-  std::uint64_t corrupt = 0;       ///< kCorrupt: a checksum, a seal, a length or a key was wrong.
-  std::uint64_t get_timeouts = 0;  ///< kUnavailable because the deadline passed.
-  std::uint64_t get_failures = 0;  ///< kUnavailable for another reason.
-  std::uint64_t puts = 0;          ///< Pages offered.
-  std::uint64_t stored = 0;        ///< kOk: written.
-  std::uint64_t present = 0;       ///< kOk, nothing written: was there. Engines count it as stored.
-  std::uint64_t refused = 0;       ///< kFull.
-  std::uint64_t put_timeouts = 0;  ///< kUnavailable because the deadline passed.
-  std::uint64_t put_failures = 0;  ///< kUnavailable for another reason.
-  std::uint64_t bytes_read = 0;    ///< Payload of the hits.
+  // Of `Stats::tiers` alone.
+  std::string kind{};               ///< As `PageTier::kind`.
+  std::uint64_t gets = 0;           ///< Pages asked for.
+  std::uint64_t hits = 0;           ///< kOk: whole and verified.
+  std::uint64_t misses = 0;         ///< kMiss.
+  std::uint64_t corrupt = 0;        ///< kCorrupt: a checksum, a seal, a length or a key was wrong.
+  std::uint64_t get_timeouts = 0;   ///< kUnavailable because the deadline passed.
+  std::uint64_t get_failures = 0;   ///< kUnavailable for another reason.
+  std::uint64_t puts = 0;           ///< Pages offered.
+  std::uint64_t stored = 0;         ///< kOk.
+  std::uint64_t refused = 0;        ///< kFull.
+  std::uint64_t put_timeouts = 0;   ///< kUnavailable because the deadline passed.
+  std::uint64_t put_failures = 0;   ///< kUnavailable for another reason.
+  std::uint64_t bytes_read = 0;     ///< Payload of the hits.
   std::uint64_t bytes_written = 0;  ///< Payload of what was stored.
-  LatencyHistogram get_time{};      ///< Of calls; of `Stats::tiers` alone.
+  LatencyHistogram get_time{};      ///< Of calls.
   LatencyHistogram put_time{};
-  // What the tier says of itself, of all its users.
+  // What the tier says of itself (`PageTier::stats`), of all its users.
   std::uint64_t removed = 0;          ///< Pages that `remove` took out.
   std::uint64_t evicted = 0;          ///< Pages that the tier itself let go, to make room.
   std::uint64_t pages = 0;            ///< Held now; 0 where only a server knows.
@@ -128,6 +125,7 @@ class PageTier {
   /// Returns whether a page whose put was kOk stays until it is removed, but for a fault. A cache
   /// that may forget pages says no.
   [[nodiscard]] virtual bool retains() const noexcept { return false; }
+  /// Returns what the tier says of itself: `removed` and what follows it. The rest is not read.
   [[nodiscard]] virtual TierStats stats() const = 0;
   /// One word for labels: "file", "memcached", "redis".
   [[nodiscard]] virtual std::string_view kind() const noexcept { return "custom"; }

@@ -21,7 +21,6 @@ class FileTier::Get {
         read(*lease, deadline);
       }
     }
-    count();
   }
 
  private:
@@ -114,28 +113,6 @@ class FileTier::Get {
     page.status = unreadable ? TierStatus::kUnavailable : TierStatus::kCorrupt;
     if (state_.forget(page.key, plan.place)) {
       static_cast<void>(State::bury(io, page.key, plan.place));
-    }
-  }
-
-  void count() {
-    const std::lock_guard lock(state_.mutex);
-    TierStats& stats = state_.stats;
-    stats.gets += pages_.size();
-    for (std::size_t i = 0; i < pages_.size(); ++i) {
-      switch (pages_[i].status) {
-        case TierStatus::kOk:
-          ++stats.hits;
-          stats.bytes_read += pages_[i].bytes.size();
-          break;
-        case TierStatus::kMiss:
-          ++stats.misses;
-          break;
-        case TierStatus::kCorrupt:
-          ++stats.corrupt;
-          break;
-        default:
-          ++(plans_[i].error > 0 ? stats.get_failures : stats.get_timeouts);
-      }
     }
   }
 

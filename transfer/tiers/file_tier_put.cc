@@ -18,8 +18,6 @@ class FileTier::Put {
 
   void run(Deadline deadline) {
     for (TierPut& page : pages_) page.status = TierStatus::kUnavailable;
-    failed_.assign(pages_.size(), false);
-    present_.assign(pages_.size(), false);
     if (begin(deadline)) {
       const Turn turn(state_);
       if (const auto channel = state_.channels->take(deadline)) {
@@ -27,7 +25,6 @@ class FileTier::Put {
         append(*lease, deadline);
       }
     }
-    count();
   }
 
  private:
@@ -76,7 +73,6 @@ class FileTier::Put {
     for (std::size_t i = 0; i < pages_.size(); ++i) {
       if (of_this_group.contains(pages_[i].key)) flush();
       if (is_present(pages_[i])) {
-        present_[i] = true;
         pages_[i].status = TierStatus::kOk;
         continue;
       }
@@ -103,7 +99,6 @@ class FileTier::Put {
   void fail(std::size_t page, int error) {
     const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG;
     pages_[page].status = full ? TierStatus::kFull : TierStatus::kUnavailable;
-    failed_[page] = true;
   }
 
   void write_group(IoChannel& io, Deadline deadline) {
@@ -234,29 +229,11 @@ class FileTier::Put {
     }
   }
 
-  void count() {
-    const std::lock_guard lock(state_.mutex);
-    TierStats& stats = state_.stats;
-    stats.puts += pages_.size();
-    for (std::size_t i = 0; i < pages_.size(); ++i) {
-      if (pages_[i].status == TierStatus::kOk) {
-        ++(present_[i] ? stats.present : stats.stored);
-        if (!present_[i]) stats.bytes_written += pages_[i].bytes.size();
-      } else if (pages_[i].status == TierStatus::kFull) {
-        ++stats.refused;
-      } else {
-        ++(failed_[i] ? stats.put_failures : stats.put_timeouts);
-      }
-    }
-  }
-
   static constexpr std::uint32_t kSyncTag = IoChannel::kForgotten - 1;
 
   State& state_;
   std::span<TierPut> pages_;
   std::vector<Record> group_;
-  std::vector<bool> failed_;
-  std::vector<bool> present_;
 };
 
 void FileTier::put(std::span<TierPut> pages, Deadline deadline) {

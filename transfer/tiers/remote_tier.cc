@@ -8,11 +8,6 @@
 #include <utility>
 
 namespace kvtier::tiers {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-}  // namespace
 
 RemoteTier::RemoteTier(std::shared_ptr<RemoteCluster> cluster, const RemoteTierOptions& options)
     : cluster_(std::move(cluster)),
@@ -74,20 +69,6 @@ void RemoteTier::put(std::span<TierPut> pages, Deadline deadline) {
     owners.push_back(p);
   }
   settle();
-
-  const bool late = Clock::now() >= deadline;
-  const std::lock_guard lock(mutex_);
-  stats_.puts += pages.size();
-  for (const TierPut& page : pages) {
-    if (page.status == TierStatus::kOk) {
-      ++stats_.stored;
-      stats_.bytes_written += page.bytes.size();
-    } else if (page.status == TierStatus::kFull) {
-      ++stats_.refused;
-    } else {
-      ++(late ? stats_.put_timeouts : stats_.put_failures);
-    }
-  }
 }
 
 void RemoteTier::get(std::span<TierGet> pages, Deadline deadline) {
@@ -107,27 +88,7 @@ void RemoteTier::get(std::span<TierGet> pages, Deadline deadline) {
     page.status = open(page, std::span(ops).subspan(first, count), corrupt);
     first += count;
   }
-  const bool late = Clock::now() >= deadline;
   if (!corrupt.empty()) cluster_->run(RemoteVerb::kRemove, corrupt, deadline);
-
-  const std::lock_guard lock(mutex_);
-  stats_.gets += pages.size();
-  for (const TierGet& page : pages) {
-    switch (page.status) {
-      case TierStatus::kOk:
-        ++stats_.hits;
-        stats_.bytes_read += page.bytes.size();
-        break;
-      case TierStatus::kMiss:
-        ++stats_.misses;
-        break;
-      case TierStatus::kCorrupt:
-        ++stats_.corrupt;
-        break;
-      default:
-        ++(late ? stats_.get_timeouts : stats_.get_failures);
-    }
-  }
 }
 
 TierStatus RemoteTier::open(const TierGet& page, std::span<const RemoteOp> ops,
@@ -162,18 +123,13 @@ void RemoteTier::remove(std::span<const PageKey> keys, Deadline deadline) {
   std::vector<RemoteOp> ops;
   for (const PageKey& key : keys) ops.push_back({.name = sealer_.name(key, 0)});
   cluster_->run(RemoteVerb::kRemove, ops, deadline);
-  const auto removed = std::count_if(
-      ops.begin(), ops.end(), [](const RemoteOp& op) { return op.status == TierStatus::kOk; });
-  const std::lock_guard lock(mutex_);
-  stats_.removed += static_cast<std::uint64_t>(removed);
+  for (const RemoteOp& op : ops) {
+    if (op.status == TierStatus::kOk) ++num_removed_;
+  }
 }
 
 TierStats RemoteTier::stats() const {
-  TierStats stats;
-  {
-    const std::lock_guard lock(mutex_);
-    stats = stats_;
-  }
+  TierStats stats{.removed = num_removed_};
   for (const RemoteServerState& server : cluster_->servers()) {
     ++stats.servers;
     if (server.circuit == CircuitState::kOpen) ++stats.servers_open;

@@ -4,9 +4,10 @@
 #include "transfer/tiers/remote_cluster.h"
 #include "transfer/tiers/sealed_page.h"
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -28,7 +29,7 @@ struct RemoteTierOptions {
 /// kCorrupt and removed. Servers that are down, slow or failing over answer kUnavailable, by the
 /// deadline. A get asks for all parts of all pages at once.
 ///
-/// `pages`, `bytes` and `present` of the statistics are 0: only the servers know. Thread-safe.
+/// Only the servers know how many pages they hold. Thread-safe.
 class RemoteTier final : public PageTier {
  public:
   /// Throws `kInvalidArgument`.
@@ -55,8 +56,7 @@ class RemoteTier final : public PageTier {
   const PageSealer sealer_;
   const std::size_t max_page_bytes_;
   const std::size_t part_bytes_;  ///< Of a page, in a value.
-  mutable std::mutex mutex_;      ///< Guards `stats_`.
-  TierStats stats_;
+  std::atomic<std::uint64_t> num_removed_ = 0;
 };
 
 }  // namespace kvtier::tiers

@@ -214,8 +214,8 @@ TEST(FileTierPowerCut, ARestartFindsWhatWasAcknowledgedAndNothingTorn) {
       FileTier tier(options);
       const auto survivors = std::vector<std::uint64_t>(acknowledged.begin(), acknowledged.end());
       ASSERT_THAT(get_pages(tier, survivors, kPageSize), ::testing::Each(TierStatus::kOk));
-      get_pages(tier, ids_from(0, next_id), kPageSize);
-      ASSERT_EQ(tier.stats().corrupt, 0U);
+      ASSERT_THAT(get_pages(tier, ids_from(0, next_id), kPageSize),
+                  ::testing::Each(::testing::AnyOf(TierStatus::kOk, TierStatus::kMiss)));
 
       folders.push_back(std::make_unique<TestFolder>());
       const auto after = folders.back()->tier();

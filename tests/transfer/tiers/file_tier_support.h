@@ -147,11 +147,6 @@ inline FileTierOptions small_tier(const TestFolder& folder, FileOps* ops = nullp
   return options;
 }
 
-inline void expect_sums(const TierStats& s) {
-  EXPECT_EQ(s.gets, s.hits + s.misses + s.corrupt + s.get_timeouts + s.get_failures);
-  EXPECT_EQ(s.puts, s.stored + s.present + s.refused + s.put_timeouts + s.put_failures);
-}
-
 /// System calls that a test may answer itself: by a function that returns nothing to let the call
 /// go through. Syncs do nothing unless told, so that tests do not wait for a disk.
 class FaultOps : public FileOps {

@@ -79,9 +79,6 @@ TEST_P(FileTierModes, ServesPagesOfAnySizeAndAfterARestart) {
     const TierStats stats = tier.stats();
     EXPECT_EQ(stats.pages, sizes.size());
     EXPECT_EQ(stats.used_bytes, bytes);
-    EXPECT_EQ(stats.bytes_read, bytes);
-    EXPECT_EQ(stats.bytes_written, restarted ? 0 : bytes);
-    expect_sums(stats);
   }
 }
 
@@ -175,10 +172,7 @@ TEST(FileTier, RefusesPagesThatAreEmptyOrTooLargeAndChangesNothing) {
     EXPECT_THROW(put_page(tier, 2, size), Error);
     EXPECT_THROW(get_page(tier, 1, size), Error);
   }
-  const TierStats stats = tier.stats();
-  EXPECT_EQ(stats.puts, 1U);
-  EXPECT_EQ(stats.gets, 0U);
-  EXPECT_EQ(stats.pages, 1U);
+  EXPECT_EQ(tier.stats().pages, 1U);
 }
 
 TEST(FileTier, RefusesAFolderThatIsInUse) {
@@ -214,18 +208,6 @@ TEST(FileTier, RefusesAFileAndAFolderThatCannotBeMade) {
   FileTierOptions options = small_tier(folder);
   options.folder = folder.tier() / "below";
   expect_refused(options, ErrorCode::kUnavailable, "cannot be made: Not a directory");
-}
-
-TEST(FileTier, WritesAPageOnce) {
-  const TestFolder folder;
-  FileTier tier(small_tier(folder));
-  EXPECT_THAT(put_pages(tier, {1, 2, 1}, 5000), Each(TierStatus::kOk));
-  EXPECT_EQ(put_page(tier, 2, 5000), TierStatus::kOk);
-  const TierStats stats = tier.stats();
-  EXPECT_EQ(stats.stored, 2U);
-  EXPECT_EQ(stats.present, 2U);
-  EXPECT_EQ(stats.bytes_written, 10'000U);
-  expect_sums(stats);
 }
 
 TEST(FileTier, APageOfAnotherSizeTakesThePlaceOfTheOld) {
@@ -280,7 +262,6 @@ TEST(FileTier, DropsTheOldestSegmentsAtItsCapacity) {
     ASSERT_LE(disk_bytes(folder), options.capacity_bytes);
   }
   const TierStats stats = tier.stats();
-  EXPECT_EQ(stats.stored, 200U);
   EXPECT_EQ(stats.pages, 200 - stats.evicted);
   // A segment holds 15 records and the seal; of four the last may be part-filled.
   EXPECT_GE(stats.pages, 3 * 15U);
@@ -339,11 +320,7 @@ TEST(FileTier, AfterADeadlineNothingIsStarted) {
     EXPECT_EQ(get_page(tier, 1, 100, past), TierStatus::kUnavailable);
     EXPECT_EQ(get_page(tier, 2, 100, past), TierStatus::kMiss);
   }
-  const TierStats stats = tier.stats();
-  EXPECT_EQ(stats.put_timeouts, 2U);
-  EXPECT_EQ(stats.get_timeouts, 2U);
-  EXPECT_EQ(stats.pages, 1U);
-  expect_sums(stats);
+  EXPECT_EQ(tier.stats().pages, 1U);
   EXPECT_EQ(put_page(tier, 3, 100), TierStatus::kOk);
   EXPECT_EQ(folder.segments().size(), 1U);
 }
@@ -373,8 +350,6 @@ TEST(FileTier, ASlowReadDoesNotOutlastTheDeadline) {
   EXPECT_EQ(get_page(tier, 1, 100), TierStatus::kOk);
   EXPECT_EQ(put_page(tier, 2, 100), TierStatus::kOk);
   remove_pages(tier, {1, 2});
-  EXPECT_EQ(tier.stats().get_timeouts, 2U);
-  EXPECT_EQ(tier.stats().put_timeouts, 1U);
 }
 
 TEST(FileTier, ASlowWriteDoesNotOutlastTheDeadline) {
@@ -399,7 +374,6 @@ TEST(FileTier, ASlowWriteDoesNotOutlastTheDeadline) {
         });
       }
       EXPECT_THAT(put_pages(tier, ids_from(2, 10), 100, soon()), Each(TierStatus::kUnavailable));
-      EXPECT_EQ(tier.stats().put_timeouts, 10U);
       EXPECT_EQ(get_page(tier, 2, 100), TierStatus::kMiss);
       gate.open();
       EXPECT_EQ(put_page(tier, 12, 100), TierStatus::kOk);
@@ -408,8 +382,8 @@ TEST(FileTier, ASlowWriteDoesNotOutlastTheDeadline) {
     FileTier tier(options);
     EXPECT_EQ(get_page(tier, 1, 100), TierStatus::kOk);
     EXPECT_EQ(get_page(tier, 12, 100), TierStatus::kOk);
-    get_pages(tier, ids_from(2, 10), 100);  // whole or not there
-    EXPECT_EQ(tier.stats().corrupt, 0U);
+    EXPECT_THAT(get_pages(tier, ids_from(2, 10), 100),  // whole or not there
+                Each(::testing::AnyOf(TierStatus::kOk, TierStatus::kMiss)));
   }
 }
 
