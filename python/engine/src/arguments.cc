@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <nanobind/stl/string.h>
 #include <string>
+#include <type_traits>
 
 namespace kvtier_engine {
 
@@ -76,20 +77,6 @@ MemorySpace space_of(std::string_view name, int device_type, kvtier::Backend bac
 /// An array without elements has no address; a view without one stands for no tensor.
 std::byte no_elements;
 
-template <typename View, typename Array>
-View view_of(std::string_view name, const Array& array, Dtypes dtypes, kvtier::Backend backend) {
-  View view;
-  view.data = array.data() != nullptr ? array.data() : &no_elements;
-  view.dtype = dtype_of(name, array.dtype(), dtypes);
-  view.space = space_of(name, array.device_type(), backend);
-  view.rank = static_cast<int>(array.ndim());
-  for (std::size_t i = 0; i < std::min(array.ndim(), view.shape.size()); ++i) {
-    view.shape[i] = static_cast<std::int64_t>(array.shape(i));
-    view.strides[i] = array.stride(i);
-  }
-  return view;
-}
-
 std::string class_of(nb::handle object) {
   return nb::cast<std::string>(nb::handle(object.type()).attr("__name__"));
 }
@@ -102,23 +89,27 @@ void invalid(std::string_view name, std::string_view expected, std::string_view 
       std::string(name) + ": expected " + std::string(expected) + ", found " + std::string(found));
 }
 
-Input::Input(std::string_view name, nb::handle array, Dtypes dtypes, kvtier::Backend backend) {
+template <typename Array, typename View>
+Argument<Array, View>::Argument(std::string_view name, nb::handle array, Dtypes dtypes,
+                                kvtier::Backend backend) {
   if (array.is_none()) return;
   if (!nb::try_cast(array, array_)) {
     PyErr_Clear();
-    invalid(name, "an array with DLPack or the buffer protocol", class_of(array));
+    const std::string kind = std::is_same_v<Array, nb::ndarray<>> ? "a writable array" : "an array";
+    invalid(name, kind + " with DLPack or the buffer protocol", class_of(array));
   }
-  view_ = view_of<kvtier::TensorView>(name, array_, dtypes, backend);
+  view_.data = array_.data() != nullptr ? array_.data() : &no_elements;
+  view_.dtype = dtype_of(name, array_.dtype(), dtypes);
+  view_.space = space_of(name, array_.device_type(), backend);
+  view_.rank = static_cast<int>(array_.ndim());
+  for (std::size_t i = 0; i < std::min(array_.ndim(), view_.shape.size()); ++i) {
+    view_.shape[i] = static_cast<std::int64_t>(array_.shape(i));
+    view_.strides[i] = array_.stride(i);
+  }
 }
 
-Output::Output(std::string_view name, nb::handle array, Dtypes dtypes, kvtier::Backend backend) {
-  if (array.is_none()) return;
-  if (!nb::try_cast(array, array_)) {
-    PyErr_Clear();
-    invalid(name, "a writable array with DLPack or the buffer protocol", class_of(array));
-  }
-  view_ = view_of<kvtier::MutableTensorView>(name, array_, dtypes, backend);
-}
+template class Argument<nb::ndarray<nb::ro>, kvtier::TensorView>;
+template class Argument<nb::ndarray<>, kvtier::MutableTensorView>;
 
 kvtier::StreamRef stream_of(std::optional<std::uintptr_t> stream, kvtier::Backend backend) {
   if (!stream) return {};

@@ -23,29 +23,23 @@ enum class Dtypes : std::uint8_t { kFloats, kFloat32, kInt32 };
 /// An array of a call, and the view of it that the library takes; the array lives as long as this.
 /// Takes everything with DLPack or the buffer protocol; uint16 is read as the bits of bfloat16.
 /// `None` is an empty view. Made with the GIL held.
-class Input {
+template <typename Array, typename View>
+class Argument {
  public:
   /// `dtypes`: what an error of one that the library does not have lists; it checks the others.
   /// `backend`: of the engine, which refuses device memory on the CPU. Throws `kInvalidArgument`
   /// for what is no array, another dtype, or memory that the engine cannot reach.
-  Input(std::string_view name, nb::handle array, Dtypes dtypes, kvtier::Backend backend);
-  [[nodiscard]] const kvtier::TensorView& view() const noexcept { return view_; }
+  Argument(std::string_view name, nb::handle array, Dtypes dtypes, kvtier::Backend backend);
+  [[nodiscard]] const View& view() const noexcept { return view_; }
 
  private:
-  nb::ndarray<nb::ro> array_;
-  kvtier::TensorView view_;
+  Array array_;
+  View view_;
 };
 
-/// As `Input`, for an array that a call writes.
-class Output {
- public:
-  Output(std::string_view name, nb::handle array, Dtypes dtypes, kvtier::Backend backend);
-  [[nodiscard]] const kvtier::MutableTensorView& view() const noexcept { return view_; }
-
- private:
-  nb::ndarray<> array_;
-  kvtier::MutableTensorView view_;
-};
+using Input = Argument<nb::ndarray<nb::ro>, kvtier::TensorView>;
+/// An array that a call writes.
+using Output = Argument<nb::ndarray<>, kvtier::MutableTensorView>;
 
 /// `stream`: None, or the integer of a `cudaStream_t`. Throws `kInvalidArgument` for a stream where
 /// the engine runs on the CPU.
