@@ -1,46 +1,44 @@
 #include "services/client/error_details.h"
 
-#include "kvtier/error.h"
-
 #include "services/wire/durations.h"
-#include "services/wire/message_cursor.h"
 
-#include <string_view>
+#include <google/protobuf/any.pb.h>
+#include <google/protobuf/unknown_field_set.h>
 
 namespace kvtier::services {
 namespace {
 
+using google::protobuf::UnknownField;
+using google::protobuf::UnknownFieldSet;
+
 constexpr int kDetailsOfStatus = 3;
-constexpr int kTypeOfAny = 1;
-constexpr int kValueOfAny = 2;
 constexpr int kReasonOfErrorInfo = 1;
 constexpr int kDelayOfRetryInfo = 1;
-constexpr std::size_t kMaxDetail = 4096;
 
-/// Returns a field of bytes; empty where the message has none.
-std::string field_of(const ByteRuns& message, int field) {
-  std::string text;
-  for (MessageCursor cursor(message); cursor.next();) {
-    if (cursor.field() == field) {
-      text = cursor.text(kMaxDetail);
-    } else {
-      cursor.skip();
-    }
+/// Calls `take` with each field of this number that is text or a message; with none of bytes that
+/// are no message.
+template <typename Take>
+void each_field(const std::string& message, int number, Take take) {
+  UnknownFieldSet fields;
+  if (!fields.ParseFromString(message)) return;
+  for (int i = 0; i < fields.field_count(); ++i) {
+    const UnknownField& field = fields.field(i);
+    if (field.number() != number || field.type() != UnknownField::TYPE_LENGTH_DELIMITED) continue;
+    take(field.length_delimited());
   }
-  return text;
 }
 
-ByteRuns runs_of(const std::string& bytes) { return {std::as_bytes(std::span(bytes))}; }
-
-void add_detail(const ByteRuns& any, ErrorDetails& details) {
-  const std::string type = field_of(any, kTypeOfAny);
-  const std::string value = field_of(any, kValueOfAny);
-  if (type.ends_with("/google.rpc.ErrorInfo")) {
-    details.reason = field_of(runs_of(value), kReasonOfErrorInfo);
-  } else if (type.ends_with("/google.rpc.RetryInfo")) {
-    google::protobuf::Duration delay;
-    if (!delay.ParseFromString(field_of(runs_of(value), kDelayOfRetryInfo))) return;
-    details.retry_after = milliseconds_of(delay);
+void add_detail(const std::string& bytes, ErrorDetails& details) {
+  google::protobuf::Any any;
+  if (!any.ParseFromString(bytes)) return;
+  if (any.type_url().ends_with("/google.rpc.ErrorInfo")) {
+    each_field(any.value(), kReasonOfErrorInfo,
+               [&](const std::string& reason) { details.reason = reason; });
+  } else if (any.type_url().ends_with("/google.rpc.RetryInfo")) {
+    each_field(any.value(), kDelayOfRetryInfo, [&](const std::string& text) {
+      google::protobuf::Duration delay;
+      if (delay.ParseFromString(text)) details.retry_after = milliseconds_of(delay);
+    });
   }
 }
 
@@ -48,18 +46,8 @@ void add_detail(const ByteRuns& any, ErrorDetails& details) {
 
 ErrorDetails parse_error_details(const std::string& status) {
   ErrorDetails details;
-  try {
-    const ByteRuns message = runs_of(status);
-    for (MessageCursor cursor(message); cursor.next();) {
-      if (cursor.field() == kDetailsOfStatus) {
-        add_detail(cursor.bytes(), details);
-      } else {
-        cursor.skip();
-      }
-    }
-  } catch (const Error&) {
-    return {};
-  }
+  each_field(status, kDetailsOfStatus,
+             [&](const std::string& detail) { add_detail(detail, details); });
   return details;
 }
 

@@ -1,9 +1,7 @@
 #include "services/client/page_streams.h"
 
-#include "kvtier/v1/transfer.pb.h"
-
 #include "services/wire/grpc_time.h"
-#include "services/wire/message_cursor.h"
+#include "services/wire/message_pieces.h"
 #include "transfer/tiers/crc32c.h"
 
 #include <grpcpp/completion_queue.h>
@@ -18,7 +16,6 @@
 #include <cstdlib>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <thread>
 #include <vector>
 
@@ -27,7 +24,6 @@ namespace {
 
 using grpc::internal::RpcMethod;
 
-constexpr std::size_t kMaxText = 4096;
 /// Fewer bytes are not worth a stream of their own, which is a call more: by two streams 4, 8 and
 /// 16 MiB take 10, 4 and 2 % more time where client and server have one core of an EPYC for both.
 constexpr std::size_t kLeastPart = std::size_t{4} << 20;
@@ -55,55 +51,6 @@ void keep_received_memory() {
   static_cast<void>(taught);
 }
 
-/// A chunk of a ReadPagesResponse; `data` lies in the message.
-struct ReadChunk {
-  std::uint64_t index = 0;
-  std::uint64_t offset = 0;
-  bool last = false;
-  std::optional<v1::ItemStatus> status;
-  std::optional<v1::Page> page;
-  ByteRuns data;
-};
-
-template <typename Message>
-Message message_in(MessageCursor& cursor) {
-  Message message;
-  if (!message.ParseFromString(cursor.text(kMaxText))) {
-    throw Error(ErrorCode::kInternal, "pages: expected a message of the server, found none");
-  }
-  return message;
-}
-
-ReadChunk parse_chunk(const ByteRuns& bytes) {
-  using Chunk = v1::ReadPagesResponse::Chunk;
-  ReadChunk chunk;
-  for (MessageCursor cursor(bytes); cursor.next();) {
-    switch (cursor.field()) {
-      case Chunk::kIndexFieldNumber:
-        chunk.index = cursor.varint();
-        break;
-      case Chunk::kStatusFieldNumber:
-        chunk.status = message_in<v1::ItemStatus>(cursor);
-        break;
-      case Chunk::kOffsetFieldNumber:
-        chunk.offset = cursor.varint();
-        break;
-      case Chunk::kPageFieldNumber:
-        chunk.page = message_in<v1::Page>(cursor);
-        break;
-      case Chunk::kLastFieldNumber:
-        chunk.last = cursor.varint() != 0;
-        break;
-      case Chunk::kDataFieldNumber:
-        chunk.data = cursor.bytes();
-        break;
-      default:
-        cursor.skip();
-    }
-  }
-  return chunk;
-}
-
 /// Puts the chunks of one call to their places.
 class Arrivals {
  public:
@@ -121,27 +68,30 @@ class Arrivals {
     for (const grpc::Slice& slice : slices) {
       runs.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
     }
-    for (MessageCursor cursor(runs); cursor.next();) {
-      if (cursor.field() == v1::ReadPagesResponse::kChunksFieldNumber) {
-        take(parse_chunk(cursor.bytes()));
-      } else {
-        cursor.skip();
-      }
-    }
+    v1::ReadPagesResponse rest;
+    read_message(runs, v1::ReadPagesResponse::kChunksFieldNumber, rest,
+                 [this](const ByteRuns& bytes) {
+                   v1::ReadPagesResponse::Chunk chunk;
+                   ByteRuns data;
+                   read_message(bytes, v1::ReadPagesResponse::Chunk::kDataFieldNumber, chunk,
+                                [&data](const ByteRuns& found) { data = found; });
+                   take(chunk, data);
+                 });
   }
 
  private:
-  void take(const ReadChunk& chunk) {
-    const std::size_t i = chunk.index;
+  /// `data` lies in the message.
+  void take(const v1::ReadPagesResponse::Chunk& chunk, const ByteRuns& data) {
+    const auto i = static_cast<std::size_t>(chunk.index());
     if (i >= pages_.size()) return;
-    if (chunk.status && chunk.status->code() != 0) {
-      results_[i] = result_of(*chunk.status);
+    if (chunk.status().code() != 0) {
+      results_[i] = result_of(chunk.status());
       return;
     }
-    if (chunk.page) crcs_[i] = chunk.page->crc32c();
+    if (chunk.has_page()) crcs_[i] = chunk.page().crc32c();
     const std::span<std::byte> to = pages_[i].to;
-    std::size_t at = chunk.offset;
-    for (const auto& run : chunk.data) {
+    auto at = static_cast<std::size_t>(chunk.offset());
+    for (const auto& run : data) {
       if (at > to.size() || run.size() > to.size() - at) {
         results_[i] = {.code = ErrorCode::kInvalidArgument, .reason = "PAGE_TOO_LARGE"};
         return;
@@ -149,7 +99,7 @@ class Arrivals {
       sums_[i] = crc32c_copy(to.subspan(at, run.size()), run, sums_[i]);
       at += run.size();
     }
-    if (!chunk.last || results_[i].reason == "PAGE_TOO_LARGE") return;
+    if (!chunk.last() || results_[i].reason == "PAGE_TOO_LARGE") return;
     if (at == to.size() && sums_[i] == crcs_[i]) {
       results_[i] = {.crc32c = crcs_[i]};
     } else {

@@ -1,57 +1,15 @@
 #include "services/page_cache/page_transfer.h"
 
-#include "kvtier/error.h"
-
 #include "services/base/from_message.h"
 #include "services/page_cache/tenant_pages.h"
 
 #include <algorithm>
-#include <limits>
 
 namespace kvtier::services {
 namespace {
 
 constexpr std::size_t kMaxName = 128;
 constexpr std::size_t kHeadBytes = 160;  // of a chunk, about
-
-/// A negative or too large number cannot be an offset or an index.
-std::int64_t number_of(std::uint64_t value, const char* field) {
-  if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
-    throw ServiceError::invalid(field, "at least 0", "less");
-  }
-  return static_cast<std::int64_t>(value);
-}
-
-WriteChunk parse_chunk(const ByteRuns& bytes) {
-  using Chunk = v1::WritePagesRequest::Chunk;
-  WriteChunk chunk;
-  for (MessageCursor cursor(bytes); cursor.next();) {
-    switch (cursor.field()) {
-      case Chunk::kIndexFieldNumber:
-        chunk.index = static_cast<int>(std::min<std::int64_t>(
-            number_of(cursor.varint(), "chunks.index"), std::numeric_limits<int>::max()));
-        break;
-      case Chunk::kHandleFieldNumber:
-        chunk.handle = cursor.text(kMaxName);
-        break;
-      case Chunk::kOffsetFieldNumber:
-        chunk.offset = number_of(cursor.varint(), "chunks.offset");
-        break;
-      case Chunk::kLastFieldNumber:
-        chunk.last = cursor.varint() != 0;
-        break;
-      case Chunk::kCrc32CFieldNumber:
-        chunk.crc = cursor.fixed32();
-        break;
-      case Chunk::kDataFieldNumber:
-        chunk.data = cursor.bytes();
-        break;
-      default:
-        cursor.skip();
-    }
-  }
-  return chunk;
-}
 
 }  // namespace
 
@@ -75,44 +33,45 @@ void settle_pages(TenantPages& pages, google::protobuf::RepeatedPtrField<v1::Pag
 }
 
 WriteMessage parse_write_message(const ByteRuns& bytes) {
+  using Request = v1::WritePagesRequest;
   WriteMessage message;
-  for (MessageCursor cursor(bytes); cursor.next();) {
-    switch (cursor.field()) {
-      case v1::WritePagesRequest::kLeaseFieldNumber:
-        message.lease = cursor.text(kMaxName);
-        break;
-      case v1::WritePagesRequest::kChunksFieldNumber:
-        message.chunks.push_back(parse_chunk(cursor.bytes()));
-        break;
-      default:
-        cursor.skip();
-    }
-  }
+  Request rest;
+  read_message(bytes, Request::kChunksFieldNumber, rest, [&](const ByteRuns& chunk) {
+    WriteChunk& to = message.chunks.emplace_back();
+    read_message(chunk, Request::Chunk::kDataFieldNumber, to.fields,
+                 [&](const ByteRuns& data) { to.data = data; });
+    check_at_most("chunks.handle", to.fields.handle().size(), kMaxName, " bytes");
+    check_at_least("chunks.index", to.fields.index(), 0);
+    check_at_least("chunks.offset", to.fields.offset(), 0);
+  });
+  check_at_most("lease", rest.lease().size(), kMaxName, " bytes");
+  message.lease = rest.lease();
   return message;
 }
 
 void PageWriter::write(PageLease& lease, const WriteMessage& message, int max_pages) {
   pages_ = &lease.pages;
   for (const WriteChunk& chunk : message.chunks) {
+    const int index = chunk.fields.index();
     const int count = response_.items_size();
-    if (chunk.index != count - 1) {
-      if (chunk.index != count || count >= max_pages) {
+    if (index != count - 1) {
+      if (index != count || count >= max_pages) {
         throw ServiceError::invalid("chunks.index",
                                     std::to_string(std::max(count - 1, 0)) +
                                         " or the next, below " + std::to_string(max_pages),
-                                    std::to_string(chunk.index));
+                                    std::to_string(index));
       }
       if (count > 0 && !ended_) end_incomplete();
       response_.add_items();
       transfer_.page();
-      handle_ = chunk.handle;
+      handle_ = chunk.fields.handle();
       ended_ = false;
     }
     if (ended_) continue;
     try {
       write_chunk(lease, chunk);
     } catch (...) {
-      auto& item = *response_.mutable_items(chunk.index);
+      auto& item = *response_.mutable_items(index);
       item.clear_page();
       set_status(to_service_error(std::current_exception()), *item.mutable_status());
       ended_ = true;
@@ -121,15 +80,17 @@ void PageWriter::write(PageLease& lease, const WriteMessage& message, int max_pa
 }
 
 void PageWriter::write_chunk(PageLease& lease, const WriteChunk& chunk) {
-  auto offset = static_cast<std::uint64_t>(chunk.offset);
+  auto offset = static_cast<std::uint64_t>(chunk.fields.offset());
   for (const auto& run : chunk.data) {
     lease.pages.write(lease, handle_, offset, run);
     transfer_.moved(run.size());
     offset += run.size();
   }
-  if (!chunk.last) return;
-  fill_page(lease.pages.commit(lease, handle_, chunk.crc),
-            *response_.mutable_items(chunk.index)->mutable_page());
+  if (!chunk.fields.last()) return;
+  std::optional<std::uint32_t> crc;
+  if (chunk.fields.has_crc32c()) crc = chunk.fields.crc32c();
+  fill_page(lease.pages.commit(lease, handle_, crc),
+            *response_.mutable_items(chunk.fields.index())->mutable_page());
   ended_ = true;
 }
 

@@ -3,12 +3,10 @@
 #include "kvtier/v1/transfer.pb.h"
 
 #include "services/page_cache/page_store.h"
-#include "services/wire/message_cursor.h"
+#include "services/wire/message_pieces.h"
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,11 +15,7 @@ namespace kvtier::services {
 
 /// One chunk of a WritePagesRequest; `data` lies in the message.
 struct WriteChunk {
-  int index = 0;
-  std::string handle;
-  std::int64_t offset = 0;
-  bool last = false;
-  std::optional<std::uint32_t> crc;
+  v1::WritePagesRequest::Chunk fields;  ///< Without the data.
   ByteRuns data;
 };
 
@@ -35,7 +29,8 @@ void fill_page(const PageInfo& from, v1::Page& to);
 /// Settles the tenant's pages, and says of those in `items` whether they are durable.
 void settle_pages(TenantPages& pages, google::protobuf::RepeatedPtrField<v1::PageResult>& items);
 
-/// Reads a WritePagesRequest without copying its data. Throws `kInvalidArgument`.
+/// Reads a WritePagesRequest without copying its data. Throws `kInvalidArgument` where it is none,
+/// and `ServiceError` for numbers below 0 and names that are too long.
 [[nodiscard]] WriteMessage parse_write_message(const ByteRuns& message);
 
 /// One WritePages call. Used by one thread at a time.

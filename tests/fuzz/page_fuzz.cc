@@ -158,13 +158,14 @@ class Cache {
         for (const auto& run : chunk.data) {
           data.append(reinterpret_cast<const char*>(run.data()), run.size());
         }
-        require(data == parsed.chunks(i).data() && chunk.handle == parsed.chunks(i).handle() &&
-                    chunk.offset == parsed.chunks(i).offset(),
+        require(data == parsed.chunks(i).data() &&
+                    chunk.fields.handle() == parsed.chunks(i).handle() &&
+                    chunk.fields.offset() == parsed.chunks(i).offset(),
                 "the same chunks");
       }
     }
     for (WriteChunk& chunk : message.chunks) {
-      if (chunk.handle.size() == 1) chunk.handle = handle;
+      if (chunk.fields.handle().size() == 1) chunk.fields.set_handle(handle);
     }
     PageWriter writer(store_);
     const auto finish = [&] {

@@ -118,16 +118,16 @@ TEST_F(PageTransferTest, ParsesWhatProtobufWritesHoweverItIsCut) {
     const WriteMessage message = parse(text, piece);
     EXPECT_EQ(message.lease, lease_->name);
     ASSERT_EQ(message.chunks.size(), 2U);
-    EXPECT_EQ(message.chunks[0].handle, "first");
-    EXPECT_EQ(message.chunks[0].crc, 0x89ABCDEFU);
-    EXPECT_TRUE(message.chunks[0].last);
+    EXPECT_EQ(message.chunks[0].fields.handle(), "first");
+    EXPECT_EQ(message.chunks[0].fields.crc32c(), 0x89ABCDEFU);
+    EXPECT_TRUE(message.chunks[0].fields.last());
     PageBytes data;
     for (const auto& run : message.chunks[0].data) data.insert(data.end(), run.begin(), run.end());
     EXPECT_EQ(data, bytes_of(1, 300));
-    EXPECT_EQ(message.chunks[1].index, 7);
-    EXPECT_EQ(message.chunks[1].offset, std::int64_t{1} << 40);
-    EXPECT_EQ(message.chunks[1].crc, std::nullopt);
-    EXPECT_FALSE(message.chunks[1].last);
+    EXPECT_EQ(message.chunks[1].fields.index(), 7);
+    EXPECT_EQ(message.chunks[1].fields.offset(), std::int64_t{1} << 40);
+    EXPECT_FALSE(message.chunks[1].fields.has_crc32c());
+    EXPECT_FALSE(message.chunks[1].fields.last());
   }
 }
 
