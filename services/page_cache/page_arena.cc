@@ -1,10 +1,11 @@
 #include "services/page_cache/page_arena.h"
 
+#include "kvtier/error.h"
+
 #include "services/base/service_error.h"
 
 #include <cassert>
 #include <cerrno>
-#include <fcntl.h>
 #include <new>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -13,9 +14,7 @@
 namespace kvtier::services {
 namespace {
 
-// From Linux 5.1 and 5.14; glibc 2.36 of Debian 12 may lack the names.
-constexpr int kSealFutureWrite = 0x0010;
-constexpr int kPopulateWrite = 23;
+constexpr int kPopulateWrite = 23;  // from Linux 5.14; glibc 2.36 may lack the name
 
 ServiceError no_memory() {
   return ServiceError::overloaded("OUT_OF_MEMORY", "the server has no memory for pages");
@@ -23,39 +22,23 @@ ServiceError no_memory() {
 
 }  // namespace
 
-ArenaMemory::ArenaMemory(std::uint64_t file_bytes) : bytes_(file_bytes) {
-  fd_ = memfd_create("kvtier-pages", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (fd_ < 0) throw no_memory();
-  void* base = MAP_FAILED;
-  if (ftruncate(fd_, static_cast<off_t>(bytes_)) == 0) {
-    base = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
-  }
-  // The seal against writing spares mappings that are there already: this one.
-  const bool sealed =
-      base != MAP_FAILED &&
-      fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | kSealFutureWrite | F_SEAL_SEAL) == 0;
-  base_ = static_cast<std::byte*>(base);
-  if (!sealed || madvise(base, bytes_, MADV_DONTDUMP) != 0) {
-    if (base != MAP_FAILED) munmap(base, bytes_);
-    close(fd_);
+std::shared_ptr<const SharedRegion> make_arena_memory(std::uint64_t data_bytes) {
+  try {
+    return std::make_shared<SharedRegion>(SharedRegion::create(
+        arena_file_bytes(data_bytes / kUnitBytes), SharedRegion::Others::kRead));
+  } catch (const Error&) {
     throw no_memory();
   }
 }
 
-ArenaMemory::~ArenaMemory() {
-  munmap(base_, bytes_);
-  close(fd_);
-}
-
 PageArena::PageArena(std::uint64_t data_bytes, std::uint32_t server_epoch)
-    : PageArena(std::make_shared<ArenaMemory>(arena_file_bytes(data_bytes / kUnitBytes)),
-                data_bytes / kUnitBytes, server_epoch) {
+    : PageArena(make_arena_memory(data_bytes), data_bytes / kUnitBytes, server_epoch) {
   assert(data_bytes % kUnitBytes == 0);
 }
 
-PageArena::PageArena(std::shared_ptr<const ArenaMemory> memory, std::uint64_t num_units,
+PageArena::PageArena(std::shared_ptr<const SharedRegion> memory, std::uint64_t num_units,
                      std::uint32_t server_epoch)
-    : memory_(std::move(memory)), base_(memory_->base()), num_units_(num_units) {
+    : memory_(std::move(memory)), base_(memory_->bytes().data()), num_units_(num_units) {
   assert(file_bytes() == arena_file_bytes(num_units_));
   if (!populate(0, 1)) throw no_memory();
   auto* header = reinterpret_cast<ArenaHeader*>(base_);

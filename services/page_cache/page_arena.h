@@ -1,6 +1,7 @@
 #pragma once
 
 #include "services/wire/page_layout.h"
+#include "services/wire/shared_region.h"
 
 #include <chrono>
 #include <cstddef>
@@ -10,27 +11,9 @@
 
 namespace kvtier::services {
 
-/// A sealed file of anonymous memory. This object has the only mapping that writes, which processes
-/// that are forked have too; any other that gets `fd` can neither write nor shrink nor grow it.
-/// Nothing of it is in a core dump.
-class ArenaMemory {
- public:
-  /// Takes address space; memory is taken by writing. Throws `ServiceError` OUT_OF_MEMORY.
-  explicit ArenaMemory(std::uint64_t file_bytes);
-  ~ArenaMemory();
-  ArenaMemory(const ArenaMemory&) = delete;  // owns a mapping
-  ArenaMemory& operator=(const ArenaMemory&) = delete;
-
-  /// Stays this object's own: duplicate it, or send it to another process.
-  [[nodiscard]] int fd() const noexcept { return fd_; }
-  [[nodiscard]] std::byte* base() const noexcept { return base_; }
-  [[nodiscard]] std::uint64_t bytes() const noexcept { return bytes_; }
-
- private:
-  int fd_ = -1;
-  std::byte* base_ = nullptr;
-  std::uint64_t bytes_ = 0;
-};
+/// Makes memory for an arena of `data_bytes`, which other processes can read only. Throws
+/// `ServiceError` OUT_OF_MEMORY.
+[[nodiscard]] std::shared_ptr<const SharedRegion> make_arena_memory(std::uint64_t data_bytes);
 
 /// The memory of one tenant's pages, laid out as page_layout.h says. Calls about different pages
 /// may be made at the same time.
@@ -38,13 +21,13 @@ class PageArena {
  public:
   /// `data_bytes` is a multiple of `kUnitBytes`. Throws `ServiceError` OUT_OF_MEMORY.
   PageArena(std::uint64_t data_bytes, std::uint32_t server_epoch);
-  /// In memory of `arena_file_bytes`, whose pages stay where an arena was there before. Throws as
+  /// In memory of `make_arena_memory`, whose pages stay where an arena was there before. Throws as
   /// above.
-  PageArena(std::shared_ptr<const ArenaMemory> memory, std::uint64_t num_units,
+  PageArena(std::shared_ptr<const SharedRegion> memory, std::uint64_t num_units,
             std::uint32_t server_epoch);
 
-  [[nodiscard]] int fd() const noexcept { return memory_->fd(); }
-  [[nodiscard]] std::uint64_t file_bytes() const noexcept { return memory_->bytes(); }
+  [[nodiscard]] int fd() const noexcept { return memory_->descriptor(); }
+  [[nodiscard]] std::uint64_t file_bytes() const noexcept { return memory_->bytes().size(); }
   [[nodiscard]] std::uint64_t num_units() const noexcept { return num_units_; }
 
   /// Returns memory for a page's bytes, asserted to lie within the arena.
@@ -71,7 +54,7 @@ class PageArena {
  private:
   [[nodiscard]] PageHeader& header(std::uint32_t slot) const noexcept;
 
-  std::shared_ptr<const ArenaMemory> memory_;
+  std::shared_ptr<const SharedRegion> memory_;
   std::byte* base_ = nullptr;
   std::uint64_t num_units_ = 0;
 };

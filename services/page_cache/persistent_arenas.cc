@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "services/base/service_error.h"
+#include "services/page_cache/page_arena.h"
 
 #include <new>
 #include <openssl/rand.h>
@@ -17,7 +18,7 @@ constexpr std::uint64_t kDigestsOffset = kUnitBytes;
 }  // namespace
 
 PersistentArena::PersistentArena(std::uint64_t data_bytes)
-    : memory_(std::make_shared<ArenaMemory>(arena_file_bytes(data_bytes / kUnitBytes))),
+    : memory_(make_arena_memory(data_bytes)),
       private_bytes_(kDigestsOffset + data_bytes / kUnitBytes * sizeof(PageDigest)) {
   static_assert(sizeof(Book) <= kDigestsOffset);
   private_ = ::mmap(nullptr, private_bytes_, PROT_READ | PROT_WRITE,

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "services/page_cache/page_arena.h"
 #include "services/page_cache/page_slots.h"
+#include "services/wire/shared_region.h"
 
 #include <array>
 #include <atomic>
@@ -26,7 +26,7 @@ class PersistentArena {
   PersistentArena(const PersistentArena&) = delete;  // owns a mapping
   PersistentArena& operator=(const PersistentArena&) = delete;
 
-  [[nodiscard]] const std::shared_ptr<const ArenaMemory>& memory() const noexcept {
+  [[nodiscard]] const std::shared_ptr<const SharedRegion>& memory() const noexcept {
     return memory_;
   }
   /// What the tenant's digests are salted with.
@@ -43,7 +43,7 @@ class PersistentArena {
   };
   [[nodiscard]] Book& book() const noexcept { return *static_cast<Book*>(private_); }
 
-  std::shared_ptr<const ArenaMemory> memory_;
+  std::shared_ptr<const SharedRegion> memory_;
   void* private_ = nullptr;
   std::uint64_t private_bytes_ = 0;
 };

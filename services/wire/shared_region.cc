@@ -13,32 +13,37 @@ namespace kvtier::services {
 namespace {
 
 constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+constexpr int kSealFutureWrite = 0x0010;  // from Linux 5.1; glibc 2.36 may lack the name
 
 std::byte* map_file(int file, std::size_t bytes, bool writable) {
   const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
   void* data = ::mmap(nullptr, bytes, protection, MAP_SHARED, file, 0);
-  if (data == MAP_FAILED) {
-    throw Error(ErrorCode::kResourceExhausted, "shared memory: expected to map " +
-                                                   std::to_string(bytes) +
-                                                   " bytes, found: " + std::strerror(errno));
+  if (data != MAP_FAILED && ::madvise(data, bytes, MADV_DONTDUMP) == 0) {
+    return static_cast<std::byte*>(data);
   }
-  (void)::madvise(data, bytes, MADV_DONTDUMP);
-  return static_cast<std::byte*>(data);
+  const std::string why = std::strerror(errno);
+  if (data != MAP_FAILED) ::munmap(data, bytes);
+  throw Error(ErrorCode::kResourceExhausted,
+              "shared memory: expected to map " + std::to_string(bytes) + " bytes, found: " + why);
 }
 
 }  // namespace
 
-SharedRegion SharedRegion::create(std::size_t bytes) {
+SharedRegion SharedRegion::create(std::size_t bytes, Others others) {
   SharedRegion region;
   region.file_ = Descriptor(::memfd_create("kvtier", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!region.file_ || ::ftruncate(region.file_.get(), static_cast<off_t>(bytes)) != 0 ||
-      ::fcntl(region.file_.get(), F_ADD_SEALS, kSizeSeals) != 0) {
+  const int file = region.file_.get();
+  const auto fail = [bytes] {
     throw Error(ErrorCode::kResourceExhausted, "shared memory: expected a file of " +
                                                    std::to_string(bytes) +
                                                    " bytes, found: " + std::strerror(errno));
-  }
-  region.data_ = map_file(region.file_.get(), bytes, true);
+  };
+  if (file < 0 || ::ftruncate(file, static_cast<off_t>(bytes)) != 0) fail();
+  region.data_ = map_file(file, bytes, true);
   region.size_ = bytes;
+  // The seal against writing spares mappings that are there already: this one.
+  const int seals = others == Others::kWrite ? kSizeSeals : kSizeSeals | kSealFutureWrite;
+  if (::fcntl(file, F_ADD_SEALS, seals) != 0) fail();
   return region;
 }
 

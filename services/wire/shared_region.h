@@ -3,19 +3,20 @@
 #include "services/wire/descriptor.h"
 
 #include <cstddef>
-#include <cstdint>
 #include <span>
 
 namespace kvtier::services {
 
-/// Anonymous memory that two processes share, mapped here until it is destroyed. The one that makes
-/// it seals its size, so that the other cannot shrink it under a reader.
+/// Anonymous memory that processes share, mapped here until it is destroyed; left out of core
+/// dumps. The one that makes it seals its size, so that no other can shrink it under a reader.
+/// Processes that are forked have this mapping too.
 class SharedRegion {
  public:
   SharedRegion() = default;
-  /// Makes `bytes` of zeros, readable and writable on both sides; left out of core dumps. Throws
-  /// `kResourceExhausted`.
-  [[nodiscard]] static SharedRegion create(std::size_t bytes);
+  enum class Others : bool { kWrite, kRead };
+  /// Makes `bytes` of zeros, which are written here, and by others if they may. Takes address
+  /// space; memory is taken by writing. Throws `kResourceExhausted`.
+  [[nodiscard]] static SharedRegion create(std::size_t bytes, Others others = Others::kWrite);
   /// Maps what another process has made. Throws `kInvalidArgument` unless `file` is memory of at
   /// least `bytes` whose size is sealed.
   [[nodiscard]] static SharedRegion map(Descriptor file, std::size_t bytes, bool writable);

@@ -178,8 +178,7 @@ TEST_F(PersistentArenasTest, HaveTheMemoryThatWasTakenAheadOfItsUse) {
   make_store(taking);
   store_->sweep();
   // A part of the second extent, as of a process that was killed while it took it.
-  const std::shared_ptr<const ArenaMemory>& memory = kept_->claim(alpha_.index())->memory();
-  memory->base()[memory->bytes() - 1] = std::byte{1};
+  kept_->claim(alpha_.index())->memory()->bytes().back() = std::byte{1};
   make_store(refused);
   const PageStats first = put_all("a");
   EXPECT_EQ(first.committed_pages, kOfAnExtent);
