@@ -49,36 +49,6 @@ ServerStats::Service service_of(const v1::ServiceStats& from) {
           .inflight_bytes_limit = from.inflight_bytes_limit()};
 }
 
-ServerStats::PageCache page_cache_of(const v1::PageCacheStats& from) {
-  return {.total_bytes = from.total_bytes(),
-          .free_bytes = from.free_bytes(),
-          .reserved_bytes = from.reserved_bytes(),
-          .committed_bytes = from.committed_bytes(),
-          .quarantined_bytes = from.quarantined_bytes(),
-          .reserved_pages = from.reserved_pages(),
-          .committed_pages = from.committed_pages(),
-          .quarantined_pages = from.quarantined_pages(),
-          .pinned_pages = from.pinned_pages(),
-          .leases = from.leases(),
-          .pages_reserved = from.pages_reserved(),
-          .pages_committed = from.pages_committed(),
-          .pages_existed = from.pages_existed(),
-          .pages_aborted = from.pages_aborted(),
-          .reservations_expired = from.reservations_expired(),
-          .pages_deleted = from.pages_deleted(),
-          .pages_evicted = from.pages_evicted(),
-          .bytes_evicted = from.bytes_evicted(),
-          .lookup_hits = from.lookup_hits(),
-          .lookup_misses = from.lookup_misses(),
-          .stale_handles = from.stale_handles(),
-          .checksum_failures = from.checksum_failures(),
-          .crc_mismatches = from.crc_mismatches(),
-          .refused_full = from.refused_full(),
-          .refused_quota = from.refused_quota(),
-          .bytes_written = from.bytes_written(),
-          .bytes_read = from.bytes_read()};
-}
-
 TenantStatus status_of(const v1::Tenant& from) {
   return {.name = from.name(),
           .sessions = from.sessions(),
@@ -115,7 +85,7 @@ ServerStats AdminClient::stats() {
   services::read_fields(services::kSnapshotFields, found.snapshot(), stats.engines.snapshot);
   for (const v1::TierStats& tier : found.tiers()) stats.engines.tiers.push_back(tier_of(tier));
   stats.service = service_of(found.service());
-  stats.page_cache = page_cache_of(found.page_cache());
+  services::read_fields(services::kPageCacheFields, found.page_cache(), stats.page_cache);
   return stats;
 }
 

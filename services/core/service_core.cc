@@ -742,7 +742,6 @@ std::shared_ptr<PageLease> ServiceCore::lease(const Call& call, const std::strin
 void ServiceCore::get_stats(v1::GetStatsResponse& response) const {
   fill(models_.stats(), response);
   fill(pages_.stats(), *response.mutable_page_cache());
-  response.mutable_page_cache()->set_leases(pages_.num_leases());
   v1::ServiceStats& service = *response.mutable_service();
   service.set_models(models_.size());
   service.set_sessions_created(created_);

@@ -42,8 +42,7 @@ void fill(const Stats& from, v1::GetStatsResponse& to) {
 }
 
 void fill(const PageStats& from, v1::PageCacheStats& to) {
-  write_fields(kPageBytesFields, from, to);
-  write_fields(kPageCountFields, from, to);
+  write_fields(kPageCacheFields, from, to);
 }
 
 }  // namespace kvtier::services

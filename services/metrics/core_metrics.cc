@@ -9,9 +9,8 @@
 #include <google/protobuf/descriptor.h>
 
 #include <array>
-#include <chrono>
+#include <string>
 #include <utility>
-#include <vector>
 
 namespace kvtier::services {
 namespace {
@@ -171,7 +170,7 @@ void add_tiers(const Stats& stats, Families& families) {
                    static_cast<double>(sums.tier_nanoseconds) / 1e9);
 }
 
-void add_page_cache(const PageStats& cache, std::uint64_t leases, Families& families) {
+void add_page_cache(const PageStats& cache, Families& families) {
   const Labels tier{{"tier", "pages"}};
   families.gauge("kvtier_tier_capacity_bytes", kCapacity, cache.total_bytes, tier);
   families.gauge("kvtier_tier_used_bytes", kUsed, cache.total_bytes - cache.free_bytes, tier);
@@ -182,16 +181,17 @@ void add_page_cache(const PageStats& cache, std::uint64_t leases, Families& fami
                   tier);
   families.gauge("kvtier_pages_pinned", "Committed pages that are pinned.", cache.pinned_pages,
                  tier);
-  families.gauge("kvtier_page_leases", "Leases of engines on the page cache.", leases);
+  families.gauge("kvtier_page_leases", "Leases of engines on the page cache.", cache.leases);
   families.counters("kvtier_lookup_pages_total", "Hashes that were looked up.", "result",
                     {{"hit_pages", cache.lookup_hits}, {"miss", cache.lookup_misses}});
   families.counter("kvtier_tier_read_bytes_total", "Bytes read from a tier.", cache.bytes_read,
                    tier);
   families.counter("kvtier_tier_write_bytes_total", "Bytes written to a tier.", cache.bytes_written,
                    tier);
-  families.counter("kvtier_evictions_total", "Pages evicted for others.", cache.evicted, tier);
+  families.counter("kvtier_evictions_total", "Pages evicted for others.", cache.pages_evicted,
+                   tier);
   families.counter("kvtier_evicted_bytes_total", "Bytes of pages evicted for others.",
-                   cache.evicted_bytes, tier);
+                   cache.bytes_evicted, tier);
   families.counter("kvtier_checksum_failures_total", "Pages whose bytes were found changed.",
                    cache.checksum_failures, tier);
   families.counters(
@@ -202,16 +202,22 @@ void add_page_cache(const PageStats& cache, std::uint64_t leases, Families& fami
       {{"written", cache.written}, {"unwritten", cache.unwritten}, {"brought", cache.brought}});
 }
 
+template <const auto& kBounds>
+void add_histogram(const std::string& name, const std::string& help,
+                   const Histogram<kBounds>& values, const Labels& labels, Families& families) {
+  static const std::vector<double> bounds(kBounds.begin(), kBounds.end());
+  families.histogram(name, help, bounds, values.counts, values.sum, labels);
+}
+
 void add_page_losses(const PageStats& pages, Families& families) {
   families.counter("kvtier_pages_quarantined_total",
                    "Places of pages that are not used again: their bytes were found changed, or "
                    "their generations are used up.",
                    pages.quarantined, {{"tier", "pages"}});
-  const std::vector<double> bounds(EvictionAges::kBounds.begin(), EvictionAges::kBounds.end());
   const auto ages = [&](const char* cause, const EvictionAges& evicted) {
-    families.histogram("kvtier_eviction_age_seconds",
-                       "How long pages that were evicted had not been used.", bounds,
-                       evicted.counts, evicted.seconds, {{"tier", "pages"}, {"cause", cause}});
+    add_histogram("kvtier_eviction_age_seconds",
+                  "How long pages that were evicted had not been used.", evicted,
+                  {{"tier", "pages"}, {"cause", cause}}, families);
   };
   ages("room", pages.evicted_for_room);
   ages("quota", pages.evicted_for_quota);
@@ -219,10 +225,6 @@ void add_page_losses(const PageStats& pages, Families& families) {
 
 /// Pages to clients and from them, by the way that they take.
 void add_transfers(const TransferCounts& counts, Families& families) {
-  static const std::vector<double> seconds(TransferSums::kSecondBounds.begin(),
-                                           TransferSums::kSecondBounds.end());
-  static const std::vector<double> pages(TransferSums::kPageBounds.begin(),
-                                         TransferSums::kPageBounds.end());
   for (const auto& [plane, plane_name] :
        {std::pair(TransferPlane::kGrpc, "grpc"), std::pair(TransferPlane::kUnix, "uds"),
         std::pair(TransferPlane::kTcp, "tcp"), std::pair(TransferPlane::kShared, "shm")}) {
@@ -232,12 +234,11 @@ void add_transfers(const TransferCounts& counts, Families& families) {
       const TransferSums sums = counts.of(plane, direction);
       families.counter("kvtier_transfer_bytes_total", "Bytes of pages that clients read or wrote.",
                        sums.bytes, labels);
-      families.histogram(
-          "kvtier_transfer_seconds",
-          "From the arrival of a request for pages until its last byte is handed on.", seconds,
-          sums.by_seconds, sums.seconds, labels);
-      families.histogram("kvtier_transfer_batch_pages", "Pages of a request.", pages, sums.by_pages,
-                         static_cast<double>(sums.pages), labels);
+      add_histogram("kvtier_transfer_seconds",
+                    "From the arrival of a request for pages until its last byte is handed on.",
+                    sums.by_seconds, labels, families);
+      add_histogram("kvtier_transfer_batch_pages", "Pages of a request.", sums.by_pages, labels,
+                    families);
     }
   }
   families.counter("kvtier_shm_generation_retries_total",
@@ -325,7 +326,7 @@ void add_core_metrics(const ServiceCore& core, Families& families) {
   add_row_cache(engines.cumulative, families);
   add_tiers(engines, families);
   const PageStats pages = core.page_stats();
-  add_page_cache(pages, stats.page_cache().leases(), families);
+  add_page_cache(pages, families);
   add_page_losses(pages, families);
   add_transfers(core.transfers(), families);
   add_tenants(core, families);

@@ -131,6 +131,7 @@ void PageStore::sweep() {
 
 PageStats PageStore::stats() const {
   PageStats sum;
+  sum.leases = leases_.size();
   const std::lock_guard lock(mutex_);
   for (const auto& pages : tenants_) {
     if (pages != nullptr) sum += pages->stats();

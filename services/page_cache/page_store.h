@@ -1,25 +1,25 @@
 #pragma once
 
+#include "kvtier/admin.h"
+
 #include "services/base/handle.h"
 #include "services/base/service_error.h"
 #include "services/base/tenants.h"
+#include "services/page_cache/histogram.h"
 #include "services/page_cache/page_arena.h"
 #include "services/page_cache/page_backing.h"
 #include "services/page_cache/page_lease.h"
 #include "services/page_cache/page_slots.h"
 #include "services/page_cache/persistent_arenas.h"
 #include "services/page_cache/transfer_counts.h"
-#include "services/wire/stats_fields.h"
 
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -88,70 +88,21 @@ struct FoundPages {
   std::vector<PageInfo> pages{};  ///< Of the hits, by hash, then layer.
 };
 
-/// How long pages that were evicted had not been used.
-struct EvictionAges {
-  static constexpr std::array<double, 5> kBounds{1, 10, 60, 600, 7200};  ///< Seconds.
+inline constexpr std::array<double, 5> kEvictionSeconds{1, 10, 60, 600, 7200};
+/// For how many seconds pages that were evicted had not been used.
+using EvictionAges = Histogram<kEvictionSeconds>;
 
-  /// Pages up to each bound and above the one before; the last are above all.
-  std::array<std::uint64_t, kBounds.size() + 1> counts{};
-  double seconds = 0;  ///< Of all pages together.
-
-  void add(std::chrono::duration<double> age) noexcept;
-  EvictionAges& operator+=(const EvictionAges& other) noexcept;
-};
-
-/// Figures of one tenant's pages, or of all. Bytes are of whole slots:
-/// free + reserved + committed + quarantined = total.
-struct PageStats {
-  std::int64_t total_bytes = 0, free_bytes = 0, reserved_bytes = 0, committed_bytes = 0,
-               quarantined_bytes = 0;
-  std::uint64_t reserved_pages = 0, committed_pages = 0, quarantined_pages = 0;
-  std::uint64_t pinned_pages = 0;  ///< Of those committed.
-  // Counters: they only grow. looked up = hits + misses.
-  std::uint64_t reserved = 0, committed = 0, existed = 0, aborted = 0, expired = 0, deleted = 0;
-  std::uint64_t evicted = 0, evicted_bytes = 0;
+/// Figures of one tenant's pages, or of all: those of the message, bytes of whole slots, and more
+/// for metrics.
+struct PageStats : ServerStats::PageCache {
   std::uint64_t quarantined = 0;  ///< Pages found changed, and places without generations left.
-  EvictionAges evicted_for_room, evicted_for_quota;  ///< Their pages together are `evicted`.
-  std::uint64_t lookup_hits = 0, lookup_misses = 0, stale_handles = 0;
-  std::uint64_t checksum_failures = 0, crc_mismatches = 0;
-  std::uint64_t refused_full = 0, refused_quota = 0;
-  std::uint64_t bytes_written = 0, bytes_read = 0;
+  EvictionAges evicted_for_room, evicted_for_quota;  ///< Their pages together: `pages_evicted`.
   // Of tiers, where there are: pages written to the disk; those that were not, since the disk
   // refused or they had been evicted before; those that lookups brought back from disk or servers.
   std::uint64_t written = 0, unwritten = 0, brought = 0;
 
   PageStats& operator+=(const PageStats& other) noexcept;
 };
-
-/// The numbers of `PageStats` that PageCacheStats has too.
-inline constexpr auto kPageBytesFields = std::to_array<StatsField<PageStats, std::int64_t>>(
-    {{"total_bytes", &PageStats::total_bytes},
-     {"free_bytes", &PageStats::free_bytes},
-     {"reserved_bytes", &PageStats::reserved_bytes},
-     {"committed_bytes", &PageStats::committed_bytes},
-     {"quarantined_bytes", &PageStats::quarantined_bytes}});
-inline constexpr auto kPageCountFields =
-    std::to_array<StatsField<PageStats>>({{"reserved_pages", &PageStats::reserved_pages},
-                                          {"committed_pages", &PageStats::committed_pages},
-                                          {"quarantined_pages", &PageStats::quarantined_pages},
-                                          {"pinned_pages", &PageStats::pinned_pages},
-                                          {"pages_reserved", &PageStats::reserved},
-                                          {"pages_committed", &PageStats::committed},
-                                          {"pages_existed", &PageStats::existed},
-                                          {"pages_aborted", &PageStats::aborted},
-                                          {"reservations_expired", &PageStats::expired},
-                                          {"pages_deleted", &PageStats::deleted},
-                                          {"pages_evicted", &PageStats::evicted},
-                                          {"bytes_evicted", &PageStats::evicted_bytes},
-                                          {"lookup_hits", &PageStats::lookup_hits},
-                                          {"lookup_misses", &PageStats::lookup_misses},
-                                          {"stale_handles", &PageStats::stale_handles},
-                                          {"checksum_failures", &PageStats::checksum_failures},
-                                          {"crc_mismatches", &PageStats::crc_mismatches},
-                                          {"refused_full", &PageStats::refused_full},
-                                          {"refused_quota", &PageStats::refused_quota},
-                                          {"bytes_written", &PageStats::bytes_written},
-                                          {"bytes_read", &PageStats::bytes_read}});
 
 class TenantPages;
 

@@ -1,5 +1,6 @@
 #include "services/page_cache/tenant_pages.h"
 
+#include "services/wire/stats_fields.h"
 #include "transfer/tiers/crc32c.h"
 #include "transfer/tiers/sealed_file_tier.h"
 
@@ -204,9 +205,9 @@ void TenantPages::use(PageSlot& page) {
 }
 
 void TenantPages::evict(PageSlot& page, EvictionAges& ages) {
-  ages.add(options_.now() - page.used_at);
-  ++counters_.evicted;
-  counters_.evicted_bytes += page.length;
+  ages.add(std::chrono::duration<double>(options_.now() - page.used_at).count());
+  ++counters_.pages_evicted;
+  counters_.bytes_evicted += page.length;
   release(page);
 }
 
@@ -282,7 +283,7 @@ PageInfo TenantPages::reserve(PageLease& lease, const BlobKey& key) {
   if (digest) {
     if (PageSlot* page = find(*digest)) {
       use(*page);
-      ++counters_.existed;
+      ++counters_.pages_existed;
       PageInfo info = info_of(*page);
       info.existed = true;
       return info;
@@ -301,7 +302,7 @@ PageInfo TenantPages::reserve(PageLease& lease, const BlobKey& key) {
   page.lease = lease.id;
   page.holder = &lease;
   page.reserved_at = options_.now();
-  ++counters_.reserved;
+  ++counters_.pages_reserved;
   return info_of(page);
 }
 
@@ -383,7 +384,7 @@ PageInfo TenantPages::commit(PageLease& lease, std::string_view handle,
     if (PageSlot* winner = find(*page.digest)) {
       use(*winner);
       release(page);
-      ++counters_.existed;
+      ++counters_.pages_existed;
       PageInfo info = info_of(*winner);
       info.existed = true;
       return info;
@@ -391,7 +392,7 @@ PageInfo TenantPages::commit(PageLease& lease, std::string_view handle,
   }
   show(page);
   clear_reservation(page);
-  ++counters_.committed;
+  ++counters_.pages_committed;
   return info_of(page);
 }
 
@@ -429,7 +430,7 @@ PageInfo TenantPages::commit(PageLease& lease, std::string_view handle,
 void TenantPages::abort(PageLease& lease, std::string_view handle) {
   const Lock lock(mutex_);
   PageSlot& page = reserved_at(lease, handle);
-  ++counters_.aborted;
+  ++counters_.pages_aborted;
   release(page);
 }
 
@@ -440,7 +441,7 @@ void TenantPages::remove(PageLease& lease, std::string_view handle) {
   if (!backing_.empty() && page.digest) {
     add_task({.kind = TierTask::Kind::kRemove, .digest = *page.digest});
   }
-  ++counters_.deleted;
+  ++counters_.pages_deleted;
   release(page);
 }
 
@@ -860,7 +861,7 @@ void TenantPages::expire(TimePoint now) {
     if (!is_waiting(reservations_.front())) continue;
     PageSlot& page = *slots_.at(reservations_.front().first);
     if (page.busy || page.reserved_at + options_.reservation_ttl > now) return;
-    ++counters_.expired;
+    ++counters_.reservations_expired;
     release(page);
   }
 }
@@ -918,7 +919,7 @@ RemovedPages TenantPages::remove_unpinned() {
         }
         ++removed.pages;
         removed.bytes += static_cast<std::uint64_t>(slot_bytes(*page));
-        ++counters_.deleted;
+        ++counters_.pages_deleted;
         release(*page);
       }
     }
@@ -937,10 +938,13 @@ PageStats TenantPages::stats() const {
   const Lock lock(mutex_);
   PageStats stats = counters_;
   const auto pages = [this](PageState state) { return pages_[static_cast<std::size_t>(state)]; };
-  stats.total_bytes = options_.arena_bytes;
-  stats.reserved_bytes = bytes_of(PageState::kReserved);
-  stats.committed_bytes = bytes_of(PageState::kCommitted);
-  stats.quarantined_bytes = bytes_of(PageState::kQuarantined);
+  const auto bytes = [this](PageState state) {
+    return static_cast<std::uint64_t>(bytes_of(state));
+  };
+  stats.total_bytes = static_cast<std::uint64_t>(options_.arena_bytes);
+  stats.reserved_bytes = bytes(PageState::kReserved);
+  stats.committed_bytes = bytes(PageState::kCommitted);
+  stats.quarantined_bytes = bytes(PageState::kQuarantined);
   stats.free_bytes =
       stats.total_bytes - stats.reserved_bytes - stats.committed_bytes - stats.quarantined_bytes;
   stats.reserved_pages = pages(PageState::kReserved);
@@ -950,21 +954,8 @@ PageStats TenantPages::stats() const {
   return stats;
 }
 
-void EvictionAges::add(std::chrono::duration<double> age) noexcept {
-  const auto bound = std::lower_bound(kBounds.begin(), kBounds.end(), age.count());
-  ++counts[static_cast<std::size_t>(bound - kBounds.begin())];
-  seconds += age.count();
-}
-
-EvictionAges& EvictionAges::operator+=(const EvictionAges& other) noexcept {
-  for (std::size_t i = 0; i < counts.size(); ++i) counts[i] += other.counts[i];
-  seconds += other.seconds;
-  return *this;
-}
-
 PageStats& PageStats::operator+=(const PageStats& other) noexcept {
-  add_fields(kPageBytesFields, other, *this);
-  add_fields(kPageCountFields, other, *this);
+  add_fields(kPageCacheFields, other, *this);
   quarantined += other.quarantined;
   evicted_for_room += other.evicted_for_room;
   evicted_for_quota += other.evicted_for_quota;

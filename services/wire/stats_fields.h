@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kvtier/admin.h"
 #include "kvtier/stats.h"
 
 #include <google/protobuf/message.h>
@@ -91,15 +92,44 @@ inline constexpr auto kTierServerFields =
     std::to_array<StatsField<TierStats>>({{"servers", &TierStats::servers},
                                           {"servers_open", &TierStats::servers_open},
                                           {"servers_probing", &TierStats::servers_probing}});
+inline constexpr auto kPageCacheFields = std::to_array<StatsField<ServerStats::PageCache>>(
+    {{"total_bytes", &ServerStats::PageCache::total_bytes},
+     {"free_bytes", &ServerStats::PageCache::free_bytes},
+     {"reserved_bytes", &ServerStats::PageCache::reserved_bytes},
+     {"committed_bytes", &ServerStats::PageCache::committed_bytes},
+     {"quarantined_bytes", &ServerStats::PageCache::quarantined_bytes},
+     {"reserved_pages", &ServerStats::PageCache::reserved_pages},
+     {"committed_pages", &ServerStats::PageCache::committed_pages},
+     {"quarantined_pages", &ServerStats::PageCache::quarantined_pages},
+     {"pinned_pages", &ServerStats::PageCache::pinned_pages},
+     {"leases", &ServerStats::PageCache::leases},
+     {"pages_reserved", &ServerStats::PageCache::pages_reserved},
+     {"pages_committed", &ServerStats::PageCache::pages_committed},
+     {"pages_existed", &ServerStats::PageCache::pages_existed},
+     {"pages_aborted", &ServerStats::PageCache::pages_aborted},
+     {"reservations_expired", &ServerStats::PageCache::reservations_expired},
+     {"pages_deleted", &ServerStats::PageCache::pages_deleted},
+     {"pages_evicted", &ServerStats::PageCache::pages_evicted},
+     {"bytes_evicted", &ServerStats::PageCache::bytes_evicted},
+     {"lookup_hits", &ServerStats::PageCache::lookup_hits},
+     {"lookup_misses", &ServerStats::PageCache::lookup_misses},
+     {"stale_handles", &ServerStats::PageCache::stale_handles},
+     {"checksum_failures", &ServerStats::PageCache::checksum_failures},
+     {"crc_mismatches", &ServerStats::PageCache::crc_mismatches},
+     {"refused_full", &ServerStats::PageCache::refused_full},
+     {"refused_quota", &ServerStats::PageCache::refused_quota},
+     {"bytes_written", &ServerStats::PageCache::bytes_written},
+     {"bytes_read", &ServerStats::PageCache::bytes_read}});
 
 template <typename Struct, typename Number, std::size_t N>
-void add_fields(const StatsFields<Struct, Number, N>& fields, const Struct& from, Struct& to) {
+void add_fields(const StatsFields<Struct, Number, N>& fields,
+                const std::type_identity_t<Struct>& from, std::type_identity_t<Struct>& to) {
   for (const auto& field : fields) to.*field.number += from.*field.number;
 }
 
 template <typename Struct, typename Number, std::size_t N>
-void write_fields(const StatsFields<Struct, Number, N>& fields, const Struct& from,
-                  google::protobuf::Message& to) {
+void write_fields(const StatsFields<Struct, Number, N>& fields,
+                  const std::type_identity_t<Struct>& from, google::protobuf::Message& to) {
   for (const auto& field : fields) {
     to.GetReflection()->SetUInt64(&to, to.GetDescriptor()->FindFieldByName(field.name),
                                   static_cast<std::uint64_t>(from.*field.number));

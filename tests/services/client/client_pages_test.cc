@@ -296,7 +296,7 @@ TEST_P(ClientPagesTest, PagesArePinnedByTheirHandles) {
     EXPECT_EQ(results[1].reason, "PAGE_GONE");
   }
   for (std::uint64_t i = 0; i < 40; ++i) put(std::to_string(i), i);  // more than there is room for
-  EXPECT_GT(stats().evicted, 0U);
+  EXPECT_GT(stats().pages_evicted, 0U);
   EXPECT_EQ(stats().pinned_pages, 1U);
   Bytes back(static_cast<std::size_t>(kPageBytes));
   const RemotePages::Get get{.handle = good.handle, .to = back};
@@ -317,7 +317,7 @@ TEST_P(ClientPagesTest, ManyPagesGoInSeveralCalls) {
   }
   // More than the arena has room for: the last ones stay.
   for (const RemotePages::Result& result : pages_->put(puts)) EXPECT_TRUE(result.ok());
-  EXPECT_GT(stats().evicted, 0U);
+  EXPECT_GT(stats().pages_evicted, 0U);
   const std::string last = "39";
   EXPECT_THAT(pages_->lookup({&last, 1}, layer_), SizeIs(1));
 }

@@ -295,7 +295,7 @@ TEST_F(CorePagesTest, LeaseLivesAsLongAsItIsNamed) {
   now_ += std::chrono::seconds(20);
   core_->sweep();
   EXPECT_EQ(core_->pages().num_leases(), 1U);
-  EXPECT_EQ(core_->pages().stats().reserved_bytes, 0);
+  EXPECT_EQ(core_->pages().stats().reserved_bytes, 0U);
   EXPECT_EQ(tenant().kv_bytes(), kPageBytes) << "what was committed";
   core_->keep_alive(call(), request, response);
   EXPECT_EQ(response.statuses(1).code(), 0);

@@ -185,7 +185,7 @@ TEST_F(CoreMemoryTest, PagesMakeRoomForEachOtherWhenTheGroupIsShort) {
   for (int i = 0; i < 4; ++i) handles.push_back(put(i));
   used_ = kLimit / 10 * 9;
   put(4);
-  EXPECT_EQ(core_->pages().stats().evicted, 1U) << "three quarters of the arena are unused";
+  EXPECT_EQ(core_->pages().stats().pages_evicted, 1U) << "three quarters of the arena are unused";
   EXPECT_EQ(core_->pages().stats().committed_pages, 4U);
   for (std::size_t i = 1; i < 4; ++i) lease_->pages.pin(*lease_, handles[i]);
   lease_->pages.pin(*lease_, lease_->pages.reserve(*lease_, {.hash = "4"}).handle);
@@ -195,7 +195,7 @@ TEST_F(CoreMemoryTest, PagesMakeRoomForEachOtherWhenTheGroupIsShort) {
   } catch (const ServiceError& error) {
     EXPECT_EQ(error.reason(), "PAGES_FULL");
   }
-  EXPECT_EQ(core_->pages().stats().evicted, 1U);
+  EXPECT_EQ(core_->pages().stats().pages_evicted, 1U);
   used_ = 0;
   now_ += MemoryRoom::kRefusalTime;
   put(5);

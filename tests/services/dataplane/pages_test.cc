@@ -217,7 +217,7 @@ TEST_F(PlanePages, AreCountedByTheWayThatTheyTake) {
   (void)write(*channel, written, lease_->name);
   EXPECT_TRUE(counted(kShared, TransferDirection::kWrite, 2, kBytes));
   EXPECT_TRUE(counted(kUnix, TransferDirection::kWrite, 0, 0));
-  EXPECT_EQ(pages_->transfers().of(kShared, TransferDirection::kWrite).by_pages,
+  EXPECT_EQ(pages_->transfers().of(kShared, TransferDirection::kWrite).by_pages.counts,
             (std::array<std::uint64_t, 4>{0, 1, 0, 0}));
 }
 

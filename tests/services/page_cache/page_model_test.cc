@@ -127,11 +127,12 @@ TEST_P(PageModelTest, AgreesWithAPlainModel) {
     for (std::size_t i = 0; i < 2; ++i) {
       const PageStats stats = store_->stats(*tenants[i]);
       expect_identity(stats);
-      ASSERT_EQ(tenants[i]->kv_bytes(), stats.reserved_bytes + stats.committed_bytes);
+      ASSERT_EQ(static_cast<std::uint64_t>(tenants[i]->kv_bytes()),
+                stats.reserved_bytes + stats.committed_bytes);
     }
   }
   for (std::size_t i = 0; i < 2; ++i) store_->close(*tenants[i], leases[i]->name);
-  EXPECT_EQ(store_->stats().reserved_bytes, 0);
+  EXPECT_EQ(store_->stats().reserved_bytes, 0U);
   EXPECT_EQ(store_->stats().pinned_pages, 0U);
 }
 

@@ -19,7 +19,7 @@ TEST_F(PageStoreTest, ReturnsWhatWasCommitted) {
   EXPECT_EQ(get(alpha_, info.handle), bytes_of(1));
   EXPECT_THAT(find(*lease_, {"a"}), ElementsAre(info.handle));
   EXPECT_EQ(info.crc32c, crc32c(bytes_of(1)));
-  EXPECT_EQ(store_->stats().committed_bytes, kPageBytes);
+  EXPECT_EQ(store_->stats().committed_bytes, std::uint64_t{kPageBytes});
   EXPECT_EQ(alpha_.kv_bytes(), kPageBytes);
 }
 
@@ -113,7 +113,7 @@ TEST_F(PageStoreTest, CommitRepeatedAnswersTheSame) {
   EXPECT_EQ(lease_->pages.commit(*lease_, info.handle).handle, info.handle);
   EXPECT_EQ(lease_->pages.commit(*lease_, info.handle, bytes_of(2)).crc32c, info.crc32c);
   EXPECT_EQ(get(alpha_, info.handle), bytes_of(1));
-  EXPECT_EQ(store_->stats().committed, 1U);
+  EXPECT_EQ(store_->stats().pages_committed, 1U);
 }
 
 TEST_F(PageStoreTest, RefusesBytesThatDoNotMakeAPage) {
@@ -180,11 +180,11 @@ TEST_F(PageStoreTest, EvictsTheLongestUnused) {
   EXPECT_EQ(get(alpha_, pages[0].handle), bytes_of(0));
   EXPECT_EQ(reason_of([&] { return store_->read(alpha_, pages[1].handle); }), "PAGE_GONE");
   EXPECT_THAT(find(*lease_, {"1"}), IsEmpty());
-  EXPECT_EQ(store_->stats().evicted, 1U);
-  EXPECT_EQ(alpha_.kv_bytes(), store_->stats().total_bytes);
+  EXPECT_EQ(store_->stats().pages_evicted, 1U);
+  EXPECT_EQ(static_cast<std::uint64_t>(alpha_.kv_bytes()), store_->stats().total_bytes);
   const EvictionAges ages = store_->stats().evicted_for_room;
   EXPECT_THAT(ages.counts, ElementsAre(0, 0, 1, 0, 0, 0));  // 40 s
-  EXPECT_EQ(ages.seconds, 40.0);
+  EXPECT_EQ(ages.sum, 40.0);
 }
 
 TEST_F(PageStoreTest, NeverEvictsPinnedOrReservedPages) {
@@ -219,7 +219,7 @@ TEST_F(PageStoreTest, PinnedPageIsInUse) {
   EXPECT_EQ(get(alpha_, held.handle), std::nullopt);
   const EvictionAges ages = store_->stats().evicted_for_quota;
   EXPECT_THAT(ages.counts, ElementsAre(0, 1, 0, 0, 0, 0));
-  EXPECT_EQ(ages.seconds, 5.0);
+  EXPECT_EQ(ages.sum, 5.0);
 }
 
 TEST_F(PageStoreTest, PinsAreCountedAndBelongToTheirLease) {
@@ -269,7 +269,7 @@ TEST_F(PageStoreTest, EndOfALeaseGivesBackReservationsAndPins) {
 
   EXPECT_EQ(store_->num_leases(), 1U);
   const PageStats stats = store_->stats();
-  EXPECT_EQ(stats.reserved_bytes, 0);
+  EXPECT_EQ(stats.reserved_bytes, 0U);
   EXPECT_EQ(stats.pinned_pages, 0U);
   EXPECT_EQ(alpha_.kv_bytes(), kPageBytes);
   EXPECT_EQ(get(alpha_, kept.handle), bytes_of(1)) << "what was committed stays";
@@ -284,13 +284,13 @@ TEST_F(PageStoreTest, AbandonedReservationComesBackWhileTheLeaseLives) {
   const PageInfo young = lease_->pages.reserve(*lease_, {.hash = "young"});
   now_ += std::chrono::seconds(10);
   store_->sweep();
-  EXPECT_EQ(store_->stats().expired, 1U);
+  EXPECT_EQ(store_->stats().reservations_expired, 1U);
   EXPECT_EQ(reason_of([&] { return lease_->pages.commit(*lease_, old.handle, bytes_of(1)); }),
             "PAGE_GONE");
   EXPECT_EQ(reason_of([&] { return lease_->pages.commit(*lease_, young.handle, bytes_of(1)); }),
             "OK");
   store_->close(alpha_, lease_->name);
-  EXPECT_EQ(store_->stats().reserved_bytes, 0);
+  EXPECT_EQ(store_->stats().reserved_bytes, 0U);
 }
 
 TEST_F(PageStoreTest, StaleGenerationNeverSucceeds) {
@@ -370,8 +370,8 @@ TEST_F(PageStoreTest, QuotaIsMetExactlyByEvictingOnesOwn) {
   EXPECT_EQ(alpha_.kv_bytes(), 3 * kPageBytes);
   const PageStats stats = store_->stats();
   EXPECT_THAT(stats.evicted_for_quota.counts, ElementsAre(0, 1, 0, 0, 0, 0));  // 10 s
-  EXPECT_EQ(stats.evicted_for_quota.seconds, 10.0);
-  EXPECT_EQ(stats.evicted_for_room.seconds, 0.0);
+  EXPECT_EQ(stats.evicted_for_quota.sum, 10.0);
+  EXPECT_EQ(stats.evicted_for_room.sum, 0.0);
   for (const char* hash : {"2", "3", "4"}) lease_->pages.pin(*lease_, find(*lease_, {hash}).at(0));
   EXPECT_EQ(reserve(*lease_, "5"), "QUOTA_EXCEEDED");
   EXPECT_EQ(reserve(*open(beta_), "5"), "OK") << "nobody else's";
@@ -387,7 +387,7 @@ TEST_F(PageStoreTest, DamagedBytesAreQuarantinedAndNeverServed) {
   const PageStats stats = store_->stats();
   EXPECT_EQ(stats.checksum_failures, 1U);
   EXPECT_EQ(stats.quarantined, 1U);
-  EXPECT_EQ(stats.quarantined_bytes, kPageBytes);
+  EXPECT_EQ(stats.quarantined_bytes, std::uint64_t{kPageBytes});
   EXPECT_EQ(alpha_.kv_bytes(), 0);
   for (std::uint64_t i = 0; i < 2 * kPages; ++i) {
     EXPECT_NE(put(std::to_string(i), i).slot, info.slot) << "not used again";

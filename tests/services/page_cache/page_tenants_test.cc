@@ -45,7 +45,7 @@ std::vector<std::uint64_t> trace_of_probes(const PageStoreOptions& options, bool
   for (const Tenant* tenant : {&owner, &other}) {
     const PageStats stats = store.stats(*tenant);
     trace.insert(trace.end(),
-                 {stats.lookup_hits, stats.lookup_misses, stats.existed, stats.evicted,
+                 {stats.lookup_hits, stats.lookup_misses, stats.pages_existed, stats.pages_evicted,
                   stats.pinned_pages, stats.refused_full, stats.refused_quota, stats.stale_handles,
                   stats.bytes_read, static_cast<std::uint64_t>(tenant->kv_bytes())});
   }
@@ -102,7 +102,7 @@ TEST_F(PageStoreTest, RemovesWhatNobodyHasPinnedOfOneTenant) {
 
   EXPECT_EQ(removed.pages, kMany - 3);
   EXPECT_EQ(removed.bytes, (kMany - 3) * static_cast<std::uint64_t>(kPageBytes));
-  EXPECT_EQ(store_->stats(alpha_).deleted, kMany - 3);
+  EXPECT_EQ(store_->stats(alpha_).pages_deleted, kMany - 3);
   EXPECT_EQ(alpha_.kv_bytes(), 3 * kPageBytes);
   EXPECT_EQ(get(alpha_, pages[17].handle), bytes_of(17));
   EXPECT_EQ(PageBytes(read->bytes().begin(), read->bytes().end()), bytes_of(400));

@@ -85,7 +85,7 @@ TEST_F(PageThreadsTest, ClientsBesideEachOtherSeeWholePagesOnly) {
   EXPECT_EQ(stats.checksum_failures, 0U);
   EXPECT_EQ(stats.pinned_pages, 0U);
   EXPECT_EQ(stats.reserved_pages, 0U);
-  EXPECT_EQ(alpha_.kv_bytes(), stats.committed_bytes);
+  EXPECT_EQ(static_cast<std::uint64_t>(alpha_.kv_bytes()), stats.committed_bytes);
 }
 
 TEST_F(PageThreadsTest, MappedReaderNeverTakesARecycledPageForItsOwn) {

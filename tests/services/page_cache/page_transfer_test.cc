@@ -78,9 +78,9 @@ TEST_F(PageTransferTest, IsCountedWithItsPagesBytesAndTime) {
   const TransferSums written = sums(kWrite);
   EXPECT_EQ(written.pages, 2U);
   EXPECT_EQ(written.bytes, static_cast<std::uint64_t>(kPageBytes));
-  EXPECT_EQ(written.seconds, 0.05);
-  EXPECT_EQ(written.by_seconds, (std::array<std::uint64_t, 6>{0, 0, 0, 1, 0, 0}));
-  EXPECT_EQ(written.by_pages, (std::array<std::uint64_t, 4>{0, 1, 0, 0}));
+  EXPECT_EQ(written.by_seconds.sum, 0.05);
+  EXPECT_EQ(written.by_seconds.counts, (std::array<std::uint64_t, 6>{0, 0, 0, 1, 0, 0}));
+  EXPECT_EQ(written.by_pages.counts, (std::array<std::uint64_t, 4>{0, 1, 0, 0}));
 
   v1::ReadPagesRequest wanted;
   for (int i = 0; i < 17; ++i) wanted.add_handles(first);
@@ -97,9 +97,9 @@ TEST_F(PageTransferTest, IsCountedWithItsPagesBytesAndTime) {
   EXPECT_EQ(read.pages, 19U);
   EXPECT_GT(read.bytes, 17U * static_cast<std::uint64_t>(kPageBytes));
   EXPECT_LT(read.bytes, 17U * static_cast<std::uint64_t>(kPageBytes) + 1000);
-  EXPECT_EQ(read.seconds, 3.0);
-  EXPECT_EQ(read.by_seconds, (std::array<std::uint64_t, 6>{1, 0, 0, 0, 0, 1}));
-  EXPECT_EQ(read.by_pages, (std::array<std::uint64_t, 4>{1, 0, 1, 0}));
+  EXPECT_EQ(read.by_seconds.sum, 3.0);
+  EXPECT_EQ(read.by_seconds.counts, (std::array<std::uint64_t, 6>{1, 0, 0, 0, 0, 1}));
+  EXPECT_EQ(read.by_pages.counts, (std::array<std::uint64_t, 4>{1, 0, 1, 0}));
   EXPECT_EQ(store_->transfers().of(TransferPlane::kShared, kRead).pages, 0U);
 }
 

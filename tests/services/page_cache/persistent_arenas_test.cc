@@ -60,14 +60,14 @@ TEST_F(PersistentArenasTest, HaveTheCommittedPagesOfAProcessThatWasKilled) {
   EXPECT_THAT(find(*lease_, {"c"}), IsEmpty());
   EXPECT_THAT(find(*lease_, {"d"}), IsEmpty());
   const PageStats stats = store_->stats(alpha_);
-  EXPECT_EQ(stats.committed_bytes, 2 * kPageBytes);
-  EXPECT_EQ(stats.reserved_bytes, 0);
+  EXPECT_EQ(stats.committed_bytes, std::uint64_t{2 * kPageBytes});
+  EXPECT_EQ(stats.reserved_bytes, 0U);
   EXPECT_EQ(stats.pinned_pages, 0U);
   EXPECT_EQ(alpha_.kv_bytes(), 2 * kPageBytes);
 
   // All other room is free, and what is restored gives way like any other page.
   for (std::uint64_t i = 0; i < kPages; ++i) (void)put("n" + std::to_string(i), 10 + i);
-  EXPECT_EQ(store_->stats(alpha_).evicted, 2U);
+  EXPECT_EQ(store_->stats(alpha_).pages_evicted, 2U);
   EXPECT_THAT(find(*lease_, {"a"}), IsEmpty());
 }
 
@@ -134,7 +134,7 @@ TEST_F(PersistentArenasTest, DoNotHandOutWhatIsQuarantined) {
   next_store();
 
   EXPECT_THAT(find(*lease_, {"a"}), IsEmpty());
-  EXPECT_EQ(store_->stats(alpha_).quarantined_bytes, kPageBytes);
+  EXPECT_EQ(store_->stats(alpha_).quarantined_bytes, std::uint64_t{kPageBytes});
   EXPECT_EQ(alpha_.kv_bytes(), 0);
   for (std::uint64_t i = 0; i < 2 * kPages; ++i) {
     EXPECT_NE(put("n" + std::to_string(i), i).slot, page.slot);
@@ -182,14 +182,14 @@ TEST_F(PersistentArenasTest, HaveTheMemoryThatWasTakenAheadOfItsUse) {
   make_store(refused);
   const PageStats first = put_all("a");
   EXPECT_EQ(first.committed_pages, kOfAnExtent);
-  EXPECT_EQ(first.evicted, kPages - kOfAnExtent);
+  EXPECT_EQ(first.pages_evicted, kPages - kOfAnExtent);
 
   make_store(taking);
   store_->sweep();
   make_store(refused);
   const PageStats both = put_all("b");
   EXPECT_EQ(both.committed_pages, kPages);
-  EXPECT_EQ(both.evicted, kOfAnExtent);
+  EXPECT_EQ(both.pages_evicted, kOfAnExtent);
 }
 
 }  // namespace

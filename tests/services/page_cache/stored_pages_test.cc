@@ -135,7 +135,7 @@ TEST_F(StoredPagesTest, WhatWasEvictedFromMemoryIsFoundOnTheDisk) {
     (void)put(name_of(i), i);
     settle();
   }
-  EXPECT_GT(store_->stats().evicted, 0U);
+  EXPECT_GT(store_->stats().pages_evicted, 0U);
   for (std::uint64_t i = 0; i < kMany; ++i) EXPECT_EQ(look_up(name_of(i)), bytes_of(i)) << i;
   EXPECT_EQ(store_->stats().unwritten, 0U);
 }

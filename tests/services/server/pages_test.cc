@@ -164,7 +164,7 @@ TEST_F(PagesTest, AnOperatorEvictsThoseOfATenant) {
     grpc::ClientContext context;
     return admin->EvictTenant(&context, request, &response).error_code();
   };
-  const auto bytes_before = static_cast<std::uint64_t>(stats().committed_bytes);
+  const auto bytes_before = stats().committed_bytes;
   v1::EvictTenantResponse evicted;
   EXPECT_EQ(evict("nobody", evicted), grpc::StatusCode::NOT_FOUND);
   EXPECT_EQ(stats().committed_pages, 3U);
@@ -172,7 +172,7 @@ TEST_F(PagesTest, AnOperatorEvictsThoseOfATenant) {
   EXPECT_EQ(evicted.pages(), 2U);
   EXPECT_EQ(evicted.bytes(), bytes_before / 3 * 2);
   EXPECT_EQ(stats().committed_pages, 1U);
-  EXPECT_EQ(stats().deleted, 2U);
+  EXPECT_EQ(stats().pages_deleted, 2U);
   EXPECT_TRUE(pages_->BatchPinPages(std::make_unique<grpc::ClientContext>().get(), pin, &pinned)
                   .ok());  // the lease is as it was
   EXPECT_EQ(pinned.items(0).status().code(), 0);
@@ -216,7 +216,7 @@ TEST_F(PagesTest, HalfWrittenPagesComeBackWithTheLease) {
   EXPECT_EQ(stats().reserved_pages, 1U);
   later_ = std::chrono::seconds(61);
   server_->sweep(std::chrono::steady_clock::now());
-  EXPECT_EQ(stats().reserved_bytes, 0);
+  EXPECT_EQ(stats().reserved_bytes, 0U);
   EXPECT_EQ(server_->core().pages().num_leases(), 0U);
   EXPECT_EQ(server_->core().tenants().all()[0]->kv_bytes(), 0);
 }
