@@ -28,7 +28,8 @@ ClientError error_of(const v1::ItemStatus& status) {
 
 DataChannel::DataChannel(DataChannelOptions options)
     : options_(std::move(options)),
-      socket_(options_.endpoint, options_.tls, std::chrono::steady_clock::now() + options_.timeout),
+      socket_(connect_data_socket(options_.endpoint, options_.tls,
+                                  std::chrono::steady_clock::now() + options_.timeout)),
       buffer_(kBufferBytes) {
   attach();
 }
@@ -68,7 +69,7 @@ std::uint64_t DataChannel::send(FrameType type, std::uint32_t flags,
   pieces.insert(pieces.end(), payload.begin(), payload.end());
   deadline_ = std::chrono::steady_clock::now() + options_.timeout;
   broken_ = true;  // unless all goes well
-  socket_.write(pieces, deadline_);
+  socket_->write(pieces, deadline_);
   broken_ = false;
   return last_id_;
 }
@@ -82,7 +83,7 @@ void DataChannel::fill(std::size_t bytes, std::vector<Descriptor>* descriptors) 
     begin_ = 0;
   }
   while (end_ - begin_ < bytes) {
-    end_ += socket_.read(std::span(buffer_).subspan(end_), deadline_, options_.spin, descriptors);
+    end_ += socket_->read(std::span(buffer_).subspan(end_), deadline_, options_.spin, descriptors);
   }
 }
 
@@ -92,7 +93,7 @@ void DataChannel::read_part(std::span<std::byte> part, std::vector<Descriptor>* 
   if (filled > 0) std::memcpy(part.data(), buffer_.data() + begin_, filled);
   begin_ += filled;
   while (filled < part.size()) {
-    filled += socket_.read(part.subspan(filled), deadline_, {}, descriptors);
+    filled += socket_->read(part.subspan(filled), deadline_, {}, descriptors);
   }
 }
 

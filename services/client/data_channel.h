@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -73,7 +74,7 @@ class DataChannel {
   void read_part(std::span<std::byte> part, std::vector<Descriptor>* descriptors);
 
   const DataChannelOptions options_;
-  DataSocket socket_;
+  const std::unique_ptr<DataSocket> socket_;
   Bytes buffer_;
   std::size_t begin_ = 0, end_ = 0;  ///< What of `buffer_` was received and not taken.
   DataSocket::Deadline deadline_;

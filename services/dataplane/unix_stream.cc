@@ -14,27 +14,9 @@ namespace {
 using boost::asio::posix::stream_descriptor;
 using boost::system::error_code;
 
-/// Room for more descriptors than fit by alignment, so that all that arrive are seen and closed.
 constexpr std::size_t kControlBytes = CMSG_SPACE(sizeof(int) * 16);
 
 error_code error_of(int number) { return {number, boost::system::system_category()}; }
-
-/// Returns whether a message brought descriptors, and closes them.
-bool close_descriptors(msghdr& message) {
-  bool found = (message.msg_flags & MSG_CTRUNC) != 0;
-  for (cmsghdr* part = CMSG_FIRSTHDR(&message); part != nullptr;
-       part = CMSG_NXTHDR(&message, part)) {
-    if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) continue;
-    found = true;
-    const std::size_t count = (part->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    for (std::size_t i = 0; i < count; ++i) {
-      int descriptor = -1;
-      std::memcpy(&descriptor, CMSG_DATA(part) + i * sizeof(int), sizeof(int));
-      ::close(descriptor);
-    }
-  }
-  return found;
-}
 
 class UnixStream final : public ByteStream {
  public:
@@ -113,22 +95,16 @@ class UnixStream final : public ByteStream {
   [[nodiscard]] int fd() const { return const_cast<stream_descriptor&>(socket_).native_handle(); }
 
   void receive(std::span<std::byte> into, Handler done) {
-    iovec piece{into.data(), into.size()};
-    alignas(cmsghdr) std::array<char, kControlBytes> control{};
-    msghdr message{};
-    message.msg_iov = &piece;
-    message.msg_iovlen = 1;
-    message.msg_control = control.data();
-    message.msg_controllen = control.size();
-    const ssize_t received = ::recvmsg(fd(), &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-    if (received < 0) {
+    const Received received = receive_now(fd(), into);
+    if (received.bytes < 0) {
       if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) {
         return read_some(into, std::move(done));
       }
       return done(error_of(errno), 0);
     }
-    if (close_descriptors(message)) return done(error_of(EPROTO), 0);
-    done({}, static_cast<std::size_t>(received));
+    const bool has_descriptors = received.lost_descriptors || !received.descriptors.empty();
+    if (has_descriptors) return done(error_of(EPROTO), 0);
+    done({}, static_cast<std::size_t>(received.bytes));
   }
 
   stream_descriptor socket_;

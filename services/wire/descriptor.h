@@ -1,7 +1,11 @@
 #pragma once
 
+#include <cstddef>
+#include <span>
+#include <sys/types.h>
 #include <unistd.h>
 #include <utility>
+#include <vector>
 
 namespace kvtier::services {
 
@@ -31,5 +35,13 @@ class Descriptor {
  private:
   int fd_ = -1;
 };
+
+struct Received {
+  ssize_t bytes = 0;  ///< As recvmsg(2) returns; below 0, `errno` says why.
+  std::vector<Descriptor> descriptors{};
+  bool lost_descriptors = false;  ///< More came than there was room for.
+};
+/// Receives what has come on a connected socket, without waiting, and the descriptors beside it.
+[[nodiscard]] Received receive_now(int socket, std::span<std::byte> into);
 
 }  // namespace kvtier::services
