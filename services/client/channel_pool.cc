@@ -1,6 +1,5 @@
 #include "services/client/channel_pool.h"
 
-#include <algorithm>
 #include <unistd.h>
 
 namespace kvtier::services {
@@ -23,14 +22,14 @@ ChannelPool::Lent ChannelPool::borrow() {
                  [this] { return now_() < ask_again_ || !idle_.empty() || made_ < kMaxChannels; });
   if (now_() < ask_again_ && idle_.empty()) return {};
   if (!idle_.empty()) {
-    std::unique_ptr<DataChannel> channel = std::move(idle_.back());
+    Lent lent(idle_.back().release(), GiveBack{this});
     idle_.pop_back();
-    return {*this, std::move(channel)};
+    return lent;
   }
   ++made_;
   lock.unlock();
-  std::unique_ptr<DataChannel> channel = attach(0).channel;
-  if (channel != nullptr) return {*this, std::move(channel)};
+  Lent made(attach(0).channel.release(), GiveBack{this});
+  if (made) return made;
   lock.lock();
   --made_;
   ask_again_ = now_() + kAskAgainAfter;

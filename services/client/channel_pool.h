@@ -25,24 +25,14 @@ class ChannelPool {
   explicit ChannelPool(
       Connection& connection, std::function<Clock::time_point()> now = [] { return Clock::now(); });
 
-  /// A channel, until it is destroyed; null when calls must go over gRPC.
-  class Lent {
-   public:
-    Lent() = default;
-    Lent(ChannelPool& pool, std::unique_ptr<DataChannel> channel)
-        : pool_(&pool), channel_(std::move(channel)) {}
-    ~Lent() {
-      if (pool_ != nullptr) pool_->give_back(std::move(channel_));
+  struct GiveBack {
+    ChannelPool* pool = nullptr;
+    void operator()(DataChannel* channel) const {
+      pool->give_back(std::unique_ptr<DataChannel>(channel));
     }
-    Lent(const Lent&) = delete;  // gives its channel back once
-    Lent& operator=(const Lent&) = delete;
-    [[nodiscard]] explicit operator bool() const noexcept { return channel_ != nullptr; }
-    [[nodiscard]] DataChannel& operator*() const noexcept { return *channel_; }
-
-   private:
-    ChannelPool* pool_ = nullptr;
-    std::unique_ptr<DataChannel> channel_;
   };
+  /// A channel, until it is destroyed; null when calls must go over gRPC.
+  using Lent = std::unique_ptr<DataChannel, GiveBack>;
   /// Waits when all channels are lent. Never throws.
   [[nodiscard]] Lent borrow();
 

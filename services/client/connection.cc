@@ -8,7 +8,6 @@
 #include <grpcpp/impl/client_unary_call.h>
 #include <grpcpp/impl/codegen/proto_utils.h>
 #include <grpcpp/impl/rpc_method.h>
-#include <grpcpp/security/credentials.h>
 #include <grpcpp/support/channel_arguments.h>
 
 #include <algorithm>
@@ -206,14 +205,6 @@ void Connection::retry(const std::function<grpc::Status()>& attempt) const {
     }
     std::this_thread::sleep_for(delay);
   }
-}
-
-void Connection::call(const std::function<grpc::Status(grpc::ClientContext&)>& attempt) const {
-  retry([this, &attempt] {
-    grpc::ClientContext context;
-    prepare(context);
-    return attempt(context);
-  });
 }
 
 void Connection::call_once(const std::function<grpc::Status(grpc::ClientContext&)>& attempt) const {

@@ -48,7 +48,9 @@ class Connection {
   template <typename Response, typename Request>
   [[nodiscard]] Response call(const Request& request) const {
     Response response;
-    call([&](grpc::ClientContext& context) {
+    retry([&] {
+      grpc::ClientContext context;
+      prepare(context);
       return start(rpc_path<Request>(), context, request, response);
     });
     return response;
@@ -71,12 +73,10 @@ class Connection {
     Response response;
     (void)start(rpc_path<Request>(), context, request, response);
   }
-  /// Makes a call, whose context is ready, until it is taken or the attempts are used up. Throws
-  /// `ClientError`.
-  void call(const std::function<grpc::Status(grpc::ClientContext&)>& attempt) const;
-  /// As `call`, of a call that must not be repeated.
+  /// Makes a call, whose context is ready, that must not be repeated. Throws `ClientError`.
   void call_once(const std::function<grpc::Status(grpc::ClientContext&)>& attempt) const;
-  /// Runs `attempt`, which makes its own context, as `call` does.
+  /// Runs `attempt`, which makes its own context, until it is taken or the attempts are used up.
+  /// Throws `ClientError`.
   void retry(const std::function<grpc::Status()>& attempt) const;
 
  private:

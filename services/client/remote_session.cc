@@ -1,5 +1,6 @@
 #include "services/client/remote_session.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace kvtier {
@@ -151,18 +152,37 @@ void RemoteSession::decode(int layer, const DecodeInputs& inputs, const AttendOu
 void RemoteSession::fetch(int layer, const TensorView& tokens, const FetchOutputs& outputs) {
   impl_->fetch({this, layer, tokens, outputs});
 }
-void RemoteSession::truncate(std::int64_t tokens) { impl_->truncate(tokens); }
+void RemoteSession::truncate(std::int64_t tokens) {
+  auto request = impl_->named<v1::TruncateSessionRequest>();
+  request.set_tokens(tokens);
+  request.set_request_id(services::make_request_id());
+  const auto response = impl_->client()->connection.call<v1::TruncateSessionResponse>(request);
+  impl_->take_lengths(response.session());
+}
 std::vector<RemoteSession> RemoteSession::fork(int count) {
-  const v1::ForkSessionResponse response = impl_->fork(count);
+  auto request = impl_->named<v1::ForkSessionRequest>();
+  request.set_count(count);
+  request.set_request_id(services::make_request_id());
+  const auto response = impl_->client()->connection.call<v1::ForkSessionResponse>(request);
   std::vector<RemoteSession> children;
   for (const v1::Session& child : response.sessions()) {
     children.push_back(RemoteSession(std::make_unique<Impl>(impl_->client(), child)));
   }
   return children;
 }
-void RemoteSession::publish(std::span<const std::int32_t> token_ids) { impl_->publish(token_ids); }
+void RemoteSession::publish(std::span<const std::int32_t> token_ids) {
+  auto request = impl_->named<v1::PublishPrefixRequest>();
+  request.mutable_token_ids()->Add(token_ids.begin(), token_ids.end());
+  static_cast<void>(impl_->client()->connection.call<v1::PublishPrefixResponse>(request));
+}
 std::int64_t RemoteSession::length(int layer) const { return impl_->length(layer); }
-std::int64_t RemoteSession::length() const { return impl_->length(); }
-void RemoteSession::refresh() { impl_->refresh(); }
+std::int64_t RemoteSession::length() const {
+  return impl_->lengths().empty() ? 0 : std::ranges::min(impl_->lengths());
+}
+void RemoteSession::refresh() {
+  const auto request = impl_->named<v1::GetSessionRequest>();
+  const auto response = impl_->client()->connection.call<v1::GetSessionResponse>(request);
+  impl_->take_lengths(response.session());
+}
 
 }  // namespace kvtier

@@ -5,7 +5,6 @@
 #include "services/client/request_tensors.h"
 #include "services/wire/to_message.h"
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -107,33 +106,13 @@ class RemoteSession::Impl {
     services::take(response.value(), {"values", index}, item.outputs.values, client_->memories);
   }
 
-  void truncate(std::int64_t tokens) {
-    auto request = named<v1::TruncateSessionRequest>();
-    request.set_tokens(tokens);
-    request.set_request_id(services::make_request_id());
-    take_lengths(client_->connection.call<v1::TruncateSessionResponse>(request).session());
-  }
-  [[nodiscard]] v1::ForkSessionResponse fork(int count) {
-    auto request = named<v1::ForkSessionRequest>();
-    request.set_count(count);
-    request.set_request_id(services::make_request_id());
-    return client_->connection.call<v1::ForkSessionResponse>(request);
-  }
-  void publish(std::span<const std::int32_t> token_ids) {
-    auto request = named<v1::PublishPrefixRequest>();
-    request.mutable_token_ids()->Add(token_ids.begin(), token_ids.end());
-    static_cast<void>(client_->connection.call<v1::PublishPrefixResponse>(request));
-  }
-  void refresh() {
-    take_lengths(
-        client_->connection.call<v1::GetSessionResponse>(named<v1::GetSessionRequest>()).session());
-  }
   [[nodiscard]] std::int64_t length(int layer) const;
-  [[nodiscard]] std::int64_t length() const {
-    return lengths_.empty() ? 0 : *std::min_element(lengths_.begin(), lengths_.end());
+  [[nodiscard]] const std::vector<std::int64_t>& lengths() const noexcept { return lengths_; }
+  /// Takes `layer_lengths` of a session, or of an append's response.
+  template <typename Message>
+  void take_lengths(const Message& message) {
+    lengths_.assign(message.layer_lengths().begin(), message.layer_lengths().end());
   }
-
- private:
   /// A request about this session.
   template <typename Request>
   [[nodiscard]] Request named() const {
@@ -141,6 +120,8 @@ class RemoteSession::Impl {
     request.set_name(name_);
     return request;
   }
+
+ private:
   template <typename Request>
   void name_call(Request& request, int layer) const {
     request.set_session(name_);
@@ -166,11 +147,6 @@ class RemoteSession::Impl {
   /// The server refuses a layer that is none; it needs no position for that.
   [[nodiscard]] bool known_layer(int layer) const {
     return layer >= 0 && static_cast<std::size_t>(layer) < lengths_.size();
-  }
-  /// Takes `layer_lengths` of a session, or of an append's response.
-  template <typename Message>
-  void take_lengths(const Message& message) {
-    lengths_.assign(message.layer_lengths().begin(), message.layer_lengths().end());
   }
 
   std::shared_ptr<Client::Impl> client_;
