@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <stop_token>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,16 +28,7 @@ class Client::Impl {
       : connection(options),
         channels(connection),
         sessions_(v1::SessionService::NewStub(connection.channel().shared_from_this())),
-        renewer_([this] { renew_now_and_then(); }) {}
-  ~Impl() {
-    {
-      const std::lock_guard lock(mutex_);
-      ending_ = true;
-      if (renewal_ != nullptr) renewal_->TryCancel();
-    }
-    wake_.notify_all();
-    renewer_.join();
-  }
+        renewer_([this](const std::stop_token& ending) { renew_now_and_then(ending); }) {}
   Impl(const Impl&) = delete;  // owns a thread
   Impl& operator=(const Impl&) = delete;
 
@@ -93,19 +85,18 @@ class Client::Impl {
 
   const std::unique_ptr<v1::SessionService::Stub> sessions_;  ///< For the stream of renewals.
 
-  void renew_now_and_then() {
+  void renew_now_and_then(const std::stop_token& ending) {
     std::unique_lock lock(mutex_);
-    while (!ending_) {
+    while (!ending.stop_requested()) {
       const auto interval = interval_;
-      wake_.wait_for(lock, interval, [&] { return ending_ || interval_ < interval; });
-      if (ending_ || names_.empty()) continue;
+      wake_.wait_for(lock, ending, interval, [&] { return interval_ < interval; });
+      if (ending.stop_requested() || names_.empty()) continue;
       const std::vector<std::string> names(names_.begin(), names_.end());
-      grpc::ClientContext context;
-      renewal_ = &context;
       lock.unlock();
+      grpc::ClientContext context;
+      const std::stop_callback cancel(ending, [&context] { context.TryCancel(); });
       renew(context, names);
       lock.lock();
-      renewal_ = nullptr;
     }
   }
 
@@ -126,12 +117,10 @@ class Client::Impl {
   }
 
   std::mutex mutex_;  ///< Guards all below but the thread.
-  std::condition_variable wake_;
+  std::condition_variable_any wake_;
   std::set<std::string> names_;
   std::chrono::milliseconds interval_{20'000};
-  grpc::ClientContext* renewal_ = nullptr;  ///< In progress.
-  bool ending_ = false;
-  std::thread renewer_;
+  std::jthread renewer_;  ///< Ends first.
 };
 
 }  // namespace kvtier

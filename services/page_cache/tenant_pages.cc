@@ -9,7 +9,6 @@
 #include <openssl/crypto.h>
 #include <openssl/rand.h>
 #include <openssl/sha.h>
-#include <thread>
 
 namespace kvtier::services {
 namespace {
@@ -66,11 +65,12 @@ TenantPages::TenantPages(Tenant& tenant, const PageStoreOptions& options, const 
                 "pages: expected random bytes from the system, found none");
   }
   if (kept_ != nullptr) restore();
-  if (!backing_.empty()) writer_ = std::thread([this] { keep_writing(); });
+  if (backing_.empty()) return;
+  writer_ = std::jthread([this](const std::stop_token& ending) { keep_writing(ending); });
 }
 
 TenantPages::~TenantPages() {
-  end_writer();
+  writer_ = {};
   OPENSSL_cleanse(salt_.data(), salt_.size());
   tenant_.refund_kv(bytes_of(PageState::kReserved) + bytes_of(PageState::kCommitted));
 }
@@ -716,11 +716,9 @@ void TenantPages::add_task(const TierTask& task) {
   task_added_.notify_one();
 }
 
-void TenantPages::keep_writing() {
+void TenantPages::keep_writing(const std::stop_token& ending) {
   Lock lock(mutex_);
-  for (;;) {
-    task_added_.wait(lock, [this] { return ending_ || !tasks_.empty(); });
-    if (tasks_.empty()) return;
+  while (task_added_.wait(lock, ending, [this] { return !tasks_.empty(); })) {
     switch (tasks_.front().kind) {
       case TierTask::Kind::kWrite:
         num_tasks_done_ += write_pages(lock);
@@ -814,16 +812,6 @@ std::size_t TenantPages::clear_disk(Lock& lock) {
     add_task({.page = {page->slot, page->generation}});
   }
   return 1;
-}
-
-void TenantPages::end_writer() noexcept {
-  if (!writer_.joinable()) return;
-  {
-    const Lock lock(mutex_);
-    ending_ = true;
-  }
-  task_added_.notify_all();
-  writer_.join();
 }
 
 void TenantPages::await_tasks() {

@@ -7,6 +7,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <stop_token>
 #include <thread>
 #include <utility>
 
@@ -129,9 +130,8 @@ class TenantPages {
   /// Returns whether the disk has a page.
   [[nodiscard]] bool on_disk(const PageDigest& digest, std::int64_t bytes) const;
   void add_task(const TierTask& task);
-  /// Does the tasks as they come, until this ends and none is left.
-  void keep_writing();
-  void end_writer() noexcept;
+  /// Does the tasks as they come, until `ending` is requested and none is left.
+  void keep_writing(const std::stop_token& ending);
   // Those of one kind at the front of the queue: return how many.
   std::size_t write_pages(Lock& lock);
   std::size_t remove_pages(Lock& lock);
@@ -184,9 +184,9 @@ class TenantPages {
   PageStats counters_;                                ///< Its counters alone.
   std::deque<TierTask> tasks_;                        ///< Of the writer, in their order.
   std::uint64_t num_tasks_ = 0, num_tasks_done_ = 0;  ///< Ever.
-  bool ending_ = false;
-  std::condition_variable task_added_, task_done_;
-  std::thread writer_;  ///< Where there are tiers.
+  std::condition_variable_any task_added_;
+  std::condition_variable task_done_;
+  std::jthread writer_;  ///< Where there are tiers.
 };
 
 }  // namespace kvtier::services

@@ -2,7 +2,9 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <mutex>
+#include <stop_token>
 #include <thread>
 
 namespace kvtier::services {
@@ -11,16 +13,17 @@ namespace kvtier::services {
 /// before `time` has passed. Has a thread of its own: whatever else hangs does not stop it.
 class Watchdog {
  public:
-  Watchdog(std::chrono::milliseconds time, int exit_code);
-  ~Watchdog();
-  Watchdog(const Watchdog&) = delete;  // owns a thread
-  Watchdog& operator=(const Watchdog&) = delete;
+  Watchdog(std::chrono::milliseconds time, int exit_code)
+      : thread_([time, exit_code](const std::stop_token& over) {
+          std::mutex mutex;
+          std::unique_lock lock(mutex);
+          std::condition_variable_any wake;
+          const auto is_over = [&over] { return over.stop_requested(); };
+          if (!wake.wait_for(lock, over, time, is_over)) std::_Exit(exit_code);
+        }) {}
 
  private:
-  std::mutex mutex_;  ///< Guards `over_`.
-  std::condition_variable wake_;
-  bool over_ = false;
-  std::thread thread_;
+  std::jthread thread_;
 };
 
 }  // namespace kvtier::services

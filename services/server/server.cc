@@ -32,6 +32,8 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <mutex>
+#include <stop_token>
 #include <thread>
 #include <unistd.h>
 
@@ -175,18 +177,13 @@ class Server::Impl {
     listener_.start();
     started_ = true;
     if (data_plane_) data_plane_->start();
-    sweeper_ = std::thread([this] { sweep_every_second(); });
+    sweeper_ = std::jthread([this](const std::stop_token& ending) { sweep_every_second(ending); });
   }
 
   ~Impl() {
     drain(std::chrono::milliseconds(0));
     http_.reset();
-    {
-      const std::lock_guard lock(mutex_);
-      ending_ = true;
-    }
-    wake_.notify_all();
-    if (sweeper_.joinable()) sweeper_.join();
+    sweeper_ = {};
     pool_->finish();
   }
   Impl(const Impl&) = delete;  // owns sockets and threads
@@ -351,12 +348,13 @@ class Server::Impl {
     return server;
   }
 
-  void sweep_every_second() {
-    std::unique_lock lock(mutex_);
-    while (!wake_.wait_for(lock, std::chrono::seconds(1), [this] { return ending_; })) {
-      lock.unlock();
+  void sweep_every_second(const std::stop_token& ending) {
+    std::mutex mutex;
+    std::unique_lock lock(mutex);
+    std::condition_variable_any wake;
+    const auto is_ending = [&ending] { return ending.stop_requested(); };
+    while (!wake.wait_for(lock, ending, std::chrono::seconds(1), is_ending)) {
       sweep(std::chrono::steady_clock::now());
-      lock.lock();
     }
   }
 
@@ -380,10 +378,7 @@ class Server::Impl {
   std::atomic<bool> started_{false};
   std::unique_ptr<HttpServer> http_;
   std::mutex drain_mutex_;
-  std::mutex mutex_;  ///< Guards `ending_`.
-  std::condition_variable wake_;
-  bool ending_ = false;
-  std::thread sweeper_;
+  std::jthread sweeper_;
 };
 
 Server::Server(ServerOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {
