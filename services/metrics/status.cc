@@ -4,11 +4,13 @@
 
 #include "services/metrics/revision.h"
 #include "services/metrics/server_metrics.h"
-#include "services/metrics/status_json.h"
 #include "services/metrics/status_page.h"
+
+#include <nlohmann/json.hpp>
 
 #include <array>
 #include <chrono>
+#include <cmath>
 #include <ctime>
 #include <memory>
 #include <openssl/asn1.h>
@@ -17,6 +19,29 @@
 
 namespace kvtier::services {
 namespace {
+
+using nlohmann::json;
+
+json series_of(const prometheus::ClientMetric& metric, prometheus::MetricType type) {
+  json series;
+  series["labels"] = json::object();
+  for (const auto& label : metric.label) series["labels"][label.name] = label.value;
+  if (type == prometheus::MetricType::Counter) {
+    series["value"] = metric.counter.value;
+  } else if (type == prometheus::MetricType::Histogram) {
+    series["count"] = metric.histogram.sample_count;
+    series["sum"] = metric.histogram.sample_sum;
+    if (metric.histogram.sample_count == 0) return series;
+    for (const auto& bucket : metric.histogram.bucket) {
+      series["buckets"].push_back(
+          {std::isinf(bucket.upper_bound) ? json() : json(bucket.upper_bound),
+           bucket.cumulative_count});
+    }
+  } else {
+    series["value"] = metric.gauge.value;
+  }
+  return series;
+}
 
 constexpr std::array<const char*, 4> kStates = {"starting", "serving", "draining", "degraded"};
 
@@ -49,6 +74,17 @@ double certificate_expiry(const std::string& pem) {
   std::tm end{};
   if (!certificate || ASN1_TIME_to_tm(X509_get0_notAfter(certificate.get()), &end) != 1) return 0;
   return static_cast<double>(::timegm(&end));
+}
+
+std::string status_json(const std::vector<prometheus::MetricFamily>& families, double time) {
+  json status;
+  status["time"] = time;
+  json& metrics = status["metrics"] = json::object();
+  for (const auto& family : families) {
+    json& all = metrics[family.name] = json::array();
+    for (const auto& metric : family.metric) all.push_back(series_of(metric, family.type));
+  }
+  return status.dump();
 }
 
 std::string status_json(const ServerMetrics& metrics) {

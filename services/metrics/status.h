@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <string>
+#include <vector>
 
 namespace kvtier::services {
 
@@ -21,7 +22,14 @@ void add_server_state(ServerState state, Families& families);
 /// none.
 [[nodiscard]] double certificate_expiry(const std::string& pem);
 
-/// Returns the metrics as JSON, at the time of the call.
+/// Returns the families as JSON, what the status page reads:
+/// {"time": seconds since 1970, "metrics": {NAME: [{"labels": {...}, "value": 1}, ...]}}.
+/// A histogram has "count", "sum" and, unless it is empty, "buckets": [[upper bound, cumulative
+/// count], ...] instead of "value"; the last upper bound, infinity, is null.
+[[nodiscard]] std::string status_json(const std::vector<prometheus::MetricFamily>& families,
+                                      double time);
+
+/// As above, of all metrics at the time of the call.
 [[nodiscard]] std::string status_json(const ServerMetrics& metrics);
 
 /// Returns what the operators' HTTP server answers: "/", "/status.json", "/metrics", "/healthz".

@@ -9,7 +9,6 @@
 #include "services/console/number_option.h"
 #include "services/page_cache/persistent_arenas.h"
 #include "services/serve/option.h"
-#include "services/serve/secret_files.h"
 #include "services/serve/serving.h"
 #include "services/serve/supervisor.h"
 #include "services/serve/tier_options.h"
@@ -19,12 +18,12 @@
 
 #include <algorithm>
 #include <csignal>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <memory>
 #include <sstream>
 #include <sys/resource.h>
+#include <sys/stat.h>
 
 namespace kvtier::services {
 namespace {
@@ -150,6 +149,20 @@ void warn_of_host_memory(std::size_t wanted, Log& log) {
              .message = "host-memory-mib: expected at most the " +
                         std::to_string(*available / MiB) + " available, found " +
                         std::to_string(wanted / MiB) + "; sessions may be refused"});
+}
+
+/// Warns of files {option, path} with a key or a password that others than their owner and its
+/// group may read or write. An empty path is none.
+void warn_of_open_secrets(const std::vector<std::pair<std::string, std::string>>& files, Log& log) {
+  for (const auto& [option, path] : files) {
+    struct stat status {};
+    if (path.empty() || ::stat(path.c_str(), &status) != 0) continue;  // what reads it will say
+    if ((status.st_mode & (S_IROTH | S_IWOTH)) == 0) continue;
+    log.write({.level = LogLevel::kWarning,
+               .event = "open_secret",
+               .message = option + ": expected a file that others cannot read or write, found " +
+                          "one that they can; chmod o-rw"});
+  }
 }
 
 ServerOptions server_options(const ServeCommand& command) {

@@ -2,12 +2,12 @@
 
 #include "services/base/admission.h"
 
+#include <grpcpp/server_context.h>
 #include <grpcpp/support/server_callback.h>
 
 #include <chrono>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <unordered_set>
 #include <utility>
 
@@ -20,8 +20,14 @@ class UnwrittenReplies {
  public:
   using TimePoint = std::chrono::steady_clock::time_point;
 
-  void add(UnaryCall& call);
-  void remove(UnaryCall& call);
+  void add(UnaryCall& call) {
+    const std::lock_guard lock(mutex_);
+    calls_.insert(&call);
+  }
+  void remove(UnaryCall& call) {
+    const std::lock_guard lock(mutex_);
+    calls_.erase(&call);
+  }
   /// Cancels calls that were answered before `since`.
   void cancel(TimePoint since);
 
@@ -63,5 +69,12 @@ class UnaryCall final : public grpc::ServerUnaryReactor {
   std::shared_ptr<InflightReservation> reservation_;
   TimePoint answered_{};
 };
+
+inline void UnwrittenReplies::cancel(TimePoint since) {
+  const std::lock_guard lock(mutex_);
+  for (UnaryCall* call : calls_) {
+    if (call->answered_ < since) call->context_.TryCancel();  // its end comes on another thread
+  }
+}
 
 }  // namespace kvtier::services

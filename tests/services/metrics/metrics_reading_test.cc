@@ -3,7 +3,7 @@
 #include "kvtier/error.h"
 
 #include "services/metrics/families.h"
-#include "services/metrics/status_json.h"
+#include "services/metrics/status.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
