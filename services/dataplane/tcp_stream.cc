@@ -7,7 +7,6 @@
 #include <memory>
 #include <openssl/pem.h>
 #include <openssl/x509v3.h>
-#include <optional>
 #include <vector>
 
 namespace kvtier::services {
@@ -65,50 +64,15 @@ std::vector<boost::asio::const_buffer> buffers_of(std::span<const iovec> pieces)
   return buffers;
 }
 
-class TcpStream final : public ByteStream {
+/// A stream of Asio, written by its executor alone.
+template <typename Stream>
+class AsioStream : public ByteStream {
  public:
-  TcpStream(const boost::asio::any_io_executor& executor, Descriptor socket)
-      : socket_(adopt(executor, std::move(socket))) {}
-
-  void start(std::function<void(const error_code&)> done) override {
-    boost::asio::post(socket_.get_executor(), [done = std::move(done)] { done({}); });
-  }
-  void read_some(std::span<std::byte> into, Handler done) override {
-    socket_.async_read_some(boost::asio::buffer(into.data(), into.size()), std::move(done));
-  }
-  void write_some(std::span<const iovec> pieces, Handler done) override {
-    socket_.async_write_some(buffers_of(pieces), std::move(done));
-  }
-  std::ptrdiff_t try_write(std::span<const iovec> /*pieces*/,
-                           std::span<const int> /*descriptors*/) override {
-    return 0;  // what is not written at once is written by the executor
-  }
-  void close() override {
-    error_code ignored;
-    socket_.close(ignored);
-  }
-  [[nodiscard]] bool shares_memory() const noexcept override { return false; }
-
- private:
-  tcp::socket socket_;
-};
-
-class TlsStream final : public ByteStream {
- public:
-  TlsStream(const boost::asio::any_io_executor& executor, Descriptor socket,
-            std::shared_ptr<boost::asio::ssl::context> context)
-      : context_(std::move(context)), stream_(adopt(executor, std::move(socket)), *context_) {}
-
-  void start(std::function<void(const error_code&)> done) override {
-    stream_.async_handshake(boost::asio::ssl::stream_base::server, std::move(done));
-  }
   void read_some(std::span<std::byte> into, Handler done) override {
     stream_.async_read_some(boost::asio::buffer(into.data(), into.size()), std::move(done));
   }
-  /// One record holds 16 KiB at most, so pieces need not be gathered.
   void write_some(std::span<const iovec> pieces, Handler done) override {
-    stream_.async_write_some(boost::asio::buffer(pieces[0].iov_base, pieces[0].iov_len),
-                             std::move(done));
+    stream_.async_write_some(buffers_of(pieces), std::move(done));
   }
   std::ptrdiff_t try_write(std::span<const iovec> /*pieces*/,
                            std::span<const int> /*descriptors*/) override {
@@ -116,9 +80,36 @@ class TlsStream final : public ByteStream {
   }
   void close() override {
     error_code ignored;
-    stream_.next_layer().close(ignored);
+    stream_.lowest_layer().close(ignored);
   }
   [[nodiscard]] bool shares_memory() const noexcept override { return false; }
+
+ protected:
+  template <typename... Arguments>
+  explicit AsioStream(Arguments&&... arguments) : stream_(std::forward<Arguments>(arguments)...) {}
+
+  Stream stream_;
+};
+
+class TcpStream final : public AsioStream<tcp::socket> {
+ public:
+  TcpStream(const boost::asio::any_io_executor& executor, Descriptor socket)
+      : AsioStream(adopt(executor, std::move(socket))) {}
+
+  void start(std::function<void(const error_code&)> done) override {
+    boost::asio::post(stream_.get_executor(), [done = std::move(done)] { done({}); });
+  }
+};
+
+class TlsStream final : public AsioStream<boost::asio::ssl::stream<tcp::socket>> {
+ public:
+  TlsStream(const boost::asio::any_io_executor& executor, Descriptor socket,
+            std::shared_ptr<boost::asio::ssl::context> context)
+      : AsioStream(adopt(executor, std::move(socket)), *context), context_(std::move(context)) {}
+
+  void start(std::function<void(const error_code&)> done) override {
+    stream_.async_handshake(boost::asio::ssl::stream_base::server, std::move(done));
+  }
   [[nodiscard]] std::vector<std::string> certificate_names() const override {
     const auto certificate = peer_certificate();
     return certificate ? names_of(certificate.get()) : std::vector<std::string>();
@@ -135,7 +126,6 @@ class TlsStream final : public ByteStream {
   }
 
   const std::shared_ptr<boost::asio::ssl::context> context_;  ///< Outlives its replacement.
-  boost::asio::ssl::stream<tcp::socket> stream_;
 };
 
 }  // namespace
