@@ -12,19 +12,12 @@
 
 #include <CLI/CLI.hpp>
 
-#include <array>
-#include <optional>
-#include <string_view>
-#include <utility>
 #include <vector>
 
 namespace kvtier::services {
 namespace {
 
 constexpr int kExitInterrupted = 130;
-
-constexpr std::array<std::pair<std::string_view, DriftModel>, 2> kDriftNames{
-    {{"smollm2", DriftModel::kSmolLm2}, {"needle-llama", DriftModel::kNeedleLlama}}};
 
 }  // namespace
 

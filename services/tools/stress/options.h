@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace kvtier::services {
@@ -26,6 +27,8 @@ struct ModelPreset {
 
 /// Whose queries those of a stress run drift like from step to step.
 enum class DriftModel : std::uint8_t { kSmolLm2, kNeedleLlama };
+inline constexpr std::array<std::pair<std::string_view, DriftModel>, 2> kDriftNames{
+    {{"smollm2", DriftModel::kSmolLm2}, {"needle-llama", DriftModel::kNeedleLlama}}};
 
 /// What a stress run does. Shape fields left out come from the preset, or from the defaults beside
 /// them.

@@ -72,10 +72,6 @@ std::string show_estimator(const StressOptions& options) {
          std::string(name_of(kRuleNames, retrieval.rule));
 }
 
-const char* drift_name(DriftModel model) {
-  return model == DriftModel::kSmolLm2 ? "smollm2" : "needle-llama";
-}
-
 /// The measured steps with one share of the selected rows on the device.
 struct ShareRow {
   double wanted = kNaN;  // of one that is imposed
@@ -191,10 +187,11 @@ void write_report(std::ostream& out, const StressOptions& options, const StressR
       << "select   " << show_estimator(options) << ", k " << options.top_k
       << " per KV head, backend " << name_of(kBackendNames, report.need.backend) << '\n';
   if (report.ingested_tokens > 0) {
+    const std::string drift(name_of(kDriftNames, options.drift));
     out << format(
                "data     step-to-step overlap of the exact best tokens %.3f at N/100, %.3f at "
                "N/33 (%s %.2f, %.2f); query correlation %.3f",
-               calibration.overlap.per_100, calibration.overlap.per_33, drift_name(options.drift),
+               calibration.overlap.per_100, calibration.overlap.per_33, drift.c_str(),
                overlap_of(options.drift).per_100, overlap_of(options.drift).per_33,
                calibration.drift.correlation)
         << '\n'
@@ -263,7 +260,7 @@ std::string to_json(const StressOptions& options, const StressReport& report) {
         {"evictions", report.moved.row_cache_evictions},
         {"bytes", memory.row_cache_bytes}}},
       {"drift",
-       {{"model", drift_name(options.drift)},
+       {{"model", name_of(kDriftNames, options.drift)},
         {"query_correlation", calibration.drift.correlation},
         {"query_norm", calibration.drift.norm},
         {"overlap_n_100", calibration.overlap.per_100},

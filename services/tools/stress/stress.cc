@@ -62,15 +62,9 @@ void add_overlap(Mean& mean, const Lists& before, const Lists& after) {
 void add_errors(Mean& mean, std::span<const float> found, std::span<const float> dense,
                 std::size_t head_dim) {
   for (std::size_t begin = 0; begin + head_dim <= found.size(); begin += head_dim) {
-    double difference = 0.0;
-    double length = 0.0;
-    for (std::size_t i = begin; i < begin + head_dim; ++i) {
-      const auto y = static_cast<double>(dense[i]);
-      const double d = static_cast<double>(found[i]) - y;
-      difference += d * d;
-      length += y * y;
-    }
-    mean.add(length > 0.0 ? std::sqrt(difference / length) : 0.0);
+    const auto own = dense.subspan(begin, head_dim);
+    mean.add(relative_error(found.subspan(begin, head_dim),
+                            std::vector<double>(own.begin(), own.end())));
   }
 }
 
