@@ -3,7 +3,6 @@
 #include "services/wire/enums.h"
 
 #include <cmath>
-#include <limits>
 
 namespace kvtier::services {
 namespace {

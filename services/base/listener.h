@@ -4,7 +4,6 @@
 #include "services/base/endpoint.h"
 
 #include <functional>
-#include <string>
 #include <thread>
 #include <vector>
 

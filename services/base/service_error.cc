@@ -7,8 +7,6 @@
 
 #include <array>
 #include <new>
-#include <string_view>
-#include <utility>
 
 namespace kvtier::services {
 namespace {

@@ -5,7 +5,6 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
-#include <array>
 #include <openssl/rand.h>
 #include <openssl/sha.h>
 #include <set>

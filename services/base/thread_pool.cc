@@ -8,7 +8,6 @@
 #include <list>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <tuple>
 #include <utility>
 

@@ -5,7 +5,6 @@
 #include "services/wire/to_message.h"
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>

@@ -3,7 +3,6 @@
 #include "transfer/tiers/crc32c.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <cstring>
 #include <vector>
 

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <memory>
 #include <new>
 #include <openssl/evp.h>
 #include <optional>

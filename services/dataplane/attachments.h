@@ -7,7 +7,6 @@
 #include "services/base/tenants.h"
 #include "services/core/session_table.h"
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>

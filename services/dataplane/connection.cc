@@ -1,8 +1,6 @@
 #include "services/dataplane/connection.h"
 
 #include "services/base/from_message.h"
-#include "services/dataplane/calls.h"
-#include "services/dataplane/page_jobs.h"
 #include "services/page_cache/page_store.h"
 
 #include <boost/asio/post.hpp>

@@ -20,9 +20,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <span>
-#include <string>
 #include <vector>
 
 namespace kvtier::services {

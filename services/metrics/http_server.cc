@@ -11,13 +11,11 @@
 #include <boost/beast/core/flat_buffer.hpp>
 #include <boost/beast/http.hpp>
 
-#include <map>
 #include <netinet/in.h>
 #include <optional>
 #include <regex>
 #include <sys/socket.h>
 #include <thread>
-#include <vector>
 
 namespace kvtier::services {
 namespace {

@@ -1,10 +1,8 @@
 #pragma once
 
-#include <limits>
 #include <map>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace kvtier::services {

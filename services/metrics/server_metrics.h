@@ -4,7 +4,6 @@
 #include "services/metrics/families.h"
 #include "services/metrics/rpc_metrics.h"
 
-#include <array>
 #include <functional>
 #include <map>
 #include <prometheus/registry.h>

@@ -8,7 +8,6 @@
 #include <grpcpp/impl/service_type.h>
 #include <grpcpp/support/server_callback.h>
 
-#include <string>
 #include <utility>
 
 namespace kvtier::services {

@@ -4,7 +4,6 @@
 
 #include "transfer/tiers/crc32c.h"
 
-#include <array>
 #include <bit>
 #include <cstring>
 #include <type_traits>

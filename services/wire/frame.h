@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 /// The frames of the data plane, as bytes: no sockets, no allocation by a number that is not

@@ -8,7 +8,6 @@
 #include "kvtier/v1/session.pb.h"
 
 #include <cstddef>
-#include <cstdint>
 #include <functional>
 
 /// From the types of the library to messages. Every field is set, so that nothing is left to the

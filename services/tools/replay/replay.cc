@@ -3,15 +3,12 @@
 #include "kvtier/engine.h"
 
 #include "services/evaluation/dense_reference.h"
-#include "services/evaluation/replay_metrics.h"
 #include "services/evaluation/threads.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <numeric>
 #include <string>
-#include <utility>
 
 namespace kvtier::services {
 namespace {

@@ -5,7 +5,6 @@
 #include <cuda_runtime_api.h>
 
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace kvtier::services {

@@ -7,7 +7,6 @@
 #include "services/tools/stress/ingest.h"
 
 #include <algorithm>
-#include <limits>
 
 namespace kvtier::services {
 namespace {

@@ -5,7 +5,6 @@
 #include "services/console/text.h"
 
 #include <algorithm>
-#include <array>
 
 namespace kvtier::services {
 namespace {

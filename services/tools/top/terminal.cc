@@ -2,7 +2,6 @@
 
 #include "kvtier/error.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <poll.h>

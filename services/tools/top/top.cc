@@ -10,7 +10,6 @@
 #include <CLI/CLI.hpp>
 
 #include <chrono>
-#include <optional>
 #include <ostream>
 #include <thread>
 
