@@ -6,6 +6,7 @@
 #include <concepts>
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -93,6 +94,17 @@ void check_within(std::string_view field, Found found, std::int64_t least, std::
 /// Translates whatever a call threw. What is not meant for clients becomes UNAVAILABLE without its
 /// text.
 [[nodiscard]] ServiceError to_service_error(const std::exception_ptr& error);
+
+/// Runs `act` and returns what it threw, translated; nothing when it succeeded.
+template <typename Act>
+[[nodiscard]] std::optional<ServiceError> failure_of(Act act) {
+  try {
+    act();
+    return std::nullopt;
+  } catch (...) {
+    return to_service_error(std::current_exception());
+  }
+}
 
 /// Serialises a google.rpc.Status with ErrorInfo and, where they apply, BadRequest, QuotaFailure
 /// and RetryInfo: what the trailer `grpc-status-details-bin` carries. Below 4 KiB.

@@ -46,21 +46,14 @@ void check_each_once(const v1::BatchReservePagesRequest& request) {
 /// Runs `act`, and says in `status` how that ended.
 template <typename Act>
 void attempt(v1::ItemStatus& status, Act act) {
-  try {
-    act();
-  } catch (...) {
-    set_status(to_service_error(std::current_exception()), status);
-  }
+  if (const auto error = failure_of(act)) set_status(*error, status);
 }
 
 /// As `attempt`, of an item with a page; one that succeeds has no status.
 template <typename Act>
 void attempt_page(v1::PageResult& result, Act act) {
-  try {
-    fill_page(act(), *result.mutable_page());
-  } catch (...) {
-    set_status(to_service_error(std::current_exception()), *result.mutable_status());
-  }
+  const auto fill = [&] { fill_page(act(), *result.mutable_page()); };
+  if (const auto error = failure_of(fill)) set_status(*error, *result.mutable_status());
 }
 
 /// Calls `act` with each handle of a request that may be repeated.

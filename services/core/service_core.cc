@@ -10,8 +10,6 @@
 #include "services/wire/durations.h"
 #include "services/wire/to_message.h"
 
-#include <algorithm>
-#include <chrono>
 #include <new>
 #include <unordered_set>
 
@@ -136,10 +134,6 @@ TimePoint ServiceCore::deadline_of(const Call& call) const {
                                            : call.deadline;
 }
 
-void ServiceCore::renew(SessionEntry& entry) const {
-  entry.lease_end = (options_.now() + options_.lease_ttl).time_since_epoch().count();
-}
-
 void ServiceCore::renew_for_client(SessionEntry& entry) const {
   const TimePoint::duration remaining =
       TimePoint::duration(entry.lease_end) - options_.now().time_since_epoch();
@@ -147,17 +141,22 @@ void ServiceCore::renew_for_client(SessionEntry& entry) const {
   renew(entry);
 }
 
-bool ServiceCore::do_piece(const Call& call, SessionEntry& entry, const Work& work,
-                           std::shared_ptr<CallInPieces>& pieces) const {
-  const TimePoint now = options_.now();
-  std::optional<BusyMark> mark;
-  if (entry.model->engine.backend() == options_.watched_backend) mark.emplace(entry, now);
-  if (now > call.deadline) {
+void ServiceCore::check_wanted(const Call& call) const {
+  if (options_.now() > call.deadline) {
     throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
   }
   if (call.cancelled && call.cancelled()) {
     throw ServiceError(Code::kAborted, "CANCELLED", "the caller has gone");
   }
+}
+
+bool ServiceCore::do_piece(const Call& call, SessionEntry& entry, const Work& work,
+                           std::shared_ptr<CallInPieces>& pieces) const {
+  std::optional<BusyMark> mark;
+  if (entry.model->engine.backend() == options_.watched_backend) {
+    mark.emplace(entry, options_.now());
+  }
+  check_wanted(call);
   if (!entry.session) throw ServiceError::not_found();
   if (entry.model->failed) throw ServiceError::unavailable("DEVICE_LOST", "the device failed");
   try {
@@ -169,56 +168,59 @@ bool ServiceCore::do_piece(const Call& call, SessionEntry& entry, const Work& wo
   }
 }
 
-bool ServiceCore::queue_on_session(const Call& call, std::string_view method,
-                                   const std::string& name, std::size_t bytes, Work work, Done done,
-                                   QueueOptions queueing) {
-  const CallRecord arrival = arrive(call, method);
-  try {
-    check_serving();
-    const std::shared_ptr<SessionEntry> entry = sessions_.find(*call.tenant, name);
-    std::shared_ptr<InflightReservation> reservation = admit_call(call, bytes);
-    Call queued = call;
-    const int counted = queueing.counts ? 1 : 0;
-    if (queueing.counts && entry->calls.fetch_add(1) >= options_.max_queued_per_session) {
-      --entry->calls;
-      throw ServiceError::overloaded("QUEUE_FULL", "too many calls of this session are waiting");
-    }
-    queued.deadline = deadline_of(call);
-    renew_for_client(*entry);
-    ++admitted_;
-    ++entry->queued;
-    try {
-      entry->strand->enqueue(queueing.start,
-                             [this, arrival, entry, counted, done,
-                              reservation = std::move(reservation), queued = std::move(queued),
-                              work = std::move(work), pieces = std::shared_ptr<CallInPieces>(),
-                              started = std::optional<TimePoint>()]() mutable {
-                               if (!started) started = options_.now();
-                               std::optional<ServiceError> failure;
-                               try {
-                                 if (!do_piece(queued, *entry, work, pieces)) return false;
-                               } catch (...) {
-                                 failure = to_service_error(std::current_exception());
-                               }
-                               pieces.reset();
-                               renew(*entry);
-                               --entry->queued;
-                               entry->calls -= counted;
-                               reservation.reset();
-                               finish(arrival, started, failure ? &*failure : nullptr, done);
-                               return true;
-                             });
-    } catch (...) {
-      --admitted_;
-      --entry->queued;
-      entry->calls -= counted;
-      throw;
-    }
-    return true;
-  } catch (...) {
-    refuse(arrival, done);
-    return false;
+template <typename Entry>
+void ServiceCore::queue(const CallRecord& arrival, const Call& call, std::size_t bytes,
+                        const std::shared_ptr<Entry>& entry, Step step, const Done& done,
+                        QueueOptions queueing) {
+  constexpr bool kIsSession = std::is_same_v<Entry, SessionEntry>;
+  std::shared_ptr<InflightReservation> reservation = admit_call(call, bytes);
+  Call queued = call;
+  const int counted = queueing.counts ? 1 : 0;
+  if (queueing.counts && entry->calls.fetch_add(1) >= options_.max_queued_per_session) {
+    --entry->calls;
+    throw ServiceError::overloaded("QUEUE_FULL", kIsSession
+                                                     ? "too many calls of this session are waiting"
+                                                     : "too many calls of this lease are waiting");
   }
+  queued.deadline = deadline_of(call);
+  if constexpr (kIsSession) renew_for_client(*entry);  // a lease was renewed when it was found
+  ++admitted_;
+  ++entry->queued;
+  try {
+    entry->strand->enqueue(
+        queueing.start, [this, arrival, entry, counted, done, reservation = std::move(reservation),
+                         queued = std::move(queued), step = std::move(step),
+                         started = std::optional<TimePoint>()]() mutable {
+          if (!started) started = options_.now();
+          bool has_ended = true;
+          const std::optional<ServiceError> failure = failure_of([&] { has_ended = step(queued); });
+          if (!has_ended) return false;
+          step = nullptr;
+          renew(*entry);
+          --entry->queued;
+          entry->calls -= counted;
+          reservation.reset();
+          finish(arrival, started, failure ? &*failure : nullptr, done);
+          return true;
+        });
+  } catch (...) {
+    --admitted_;
+    --entry->queued;
+    entry->calls -= counted;
+    throw;
+  }
+}
+
+void ServiceCore::queue_on_session(const CallRecord& arrival, const Call& call,
+                                   const std::string& name, std::size_t bytes, Work work,
+                                   const Done& done, QueueOptions queueing) {
+  check_serving();
+  const std::shared_ptr<SessionEntry> entry = sessions_.find(*call.tenant, name);
+  queue(
+      arrival, call, bytes, entry,
+      [this, &session = *entry, work = std::move(work), pieces = std::shared_ptr<CallInPieces>()](
+          const Call& queued) mutable { return do_piece(queued, session, work, pieces); },
+      done, queueing);
 }
 
 void ServiceCore::run(const Call& call, const v1::CreateSessionRequest& request,
@@ -558,12 +560,6 @@ void ServiceCore::keep_alive(const Call& call, const v1::KeepAliveRequest& reque
 template <typename Request, typename Response>
 void ServiceCore::batch(const Call& call, const Request& request, Response& response, Done done) {
   const int count = request.items_size();
-  if (count > kMaxBatchItems) {
-    const ServiceError error = ServiceError::invalid(
-        "items", "at most " + std::to_string(kMaxBatchItems), std::to_string(count));
-    done(&error);
-    return;
-  }
   struct Join {
     explicit Join(std::shared_ptr<InflightReservation> reservation)
         : budget(kReplyBytes, std::move(reservation)) {}
@@ -571,17 +567,15 @@ void ServiceCore::batch(const Call& call, const Request& request, Response& resp
     Done done{};
     std::atomic<int> left{0};
   };
-  // One more than there are items, so that the last of them cannot end the call before all are
-  // queued.
   std::shared_ptr<Join> join;
-  try {
+  const std::optional<ServiceError> failure = failure_of([&] {
+    check_at_most("items", count, kMaxBatchItems);
     join = std::make_shared<Join>(call.reservation);
     for (int i = 0; i < count; ++i) response.add_items();
-  } catch (...) {
-    const ServiceError error = to_service_error(std::current_exception());
-    done(&error);
-    return;
-  }
+  });
+  if (failure) return done(&*failure);
+  // One more than there are items, so that the last of them cannot end the call before all are
+  // queued.
   join->left = count + 1;
   join->done = std::move(done);
   const auto arrive = [join] {
@@ -598,11 +592,8 @@ void ServiceCore::batch(const Call& call, const Request& request, Response& resp
       arrive();
     };
     Done listener;
-    try {
-      listener = end;
-    } catch (...) {
-      const ServiceError error = to_service_error(std::current_exception());
-      end(&error);
+    if (const std::optional<ServiceError> error = failure_of([&] { listener = end; })) {
+      end(&*error);
       continue;
     }
     const std::string& session = request.items(i).session();
@@ -612,7 +603,7 @@ void ServiceCore::batch(const Call& call, const Request& request, Response& resp
         [&request, i, &item, join](SessionEntry& entry) {
           return execute(entry, request.items(i), join->budget, *item.mutable_response());
         },
-        std::move(listener), {.counts = is_first});
+        listener, {.counts = is_first});
     if (!is_first || !is_queued) continue;
     try {
       queued.insert(session);
@@ -632,59 +623,23 @@ template void ServiceCore::batch(const Call&, const v1::BatchDecodeRequest&,
 template void ServiceCore::batch(const Call&, const v1::BatchFetchRequest&, v1::BatchFetchResponse&,
                                  Done);
 
-void ServiceCore::queue_on_lease(const Call& call, std::string_view method, const std::string& name,
-                                 std::size_t bytes, std::function<void(PageLease&)> work,
-                                 Done done) {
-  const CallRecord arrival = arrive(call, method);
-  try {
-    const std::shared_ptr<PageLease> found = lease(call, name);
-    std::shared_ptr<InflightReservation> reservation = admit_call(call, bytes);
-    Call queued = call;
-    if (found->queued.fetch_add(1) >= options_.max_queued_per_session) {
-      --found->queued;
-      throw ServiceError::overloaded("QUEUE_FULL", "too many calls of this lease are waiting");
-    }
-    queued.deadline = deadline_of(call);
-    ++admitted_;
-    try {
-      found->strand->post([this, arrival, found, done, reservation = std::move(reservation),
-                           queued = std::move(queued), work = std::move(work)]() mutable {
-        const TimePoint started = options_.now();
-        std::optional<ServiceError> failure;
-        try {
-          if (started > queued.deadline) {
-            throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
-          }
-          if (queued.cancelled && queued.cancelled()) {
-            throw ServiceError(Code::kAborted, "CANCELLED", "the caller has gone");
-          }
-          work(*found);
-        } catch (...) {
-          failure = to_service_error(std::current_exception());
-        }
-        --found->queued;
-        reservation.reset();
-        finish(arrival, started, failure ? &*failure : nullptr, done);
-      });
-    } catch (...) {
-      --admitted_;
-      --found->queued;
-      throw;
-    }
-  } catch (...) {
-    refuse(arrival, done);
-  }
+void ServiceCore::queue_on_lease(const CallRecord& arrival, const Call& call,
+                                 const std::string& name, std::size_t bytes,
+                                 std::function<void(PageLease&)> work, const Done& done) {
+  const std::shared_ptr<PageLease> found = lease(call, name);
+  queue(arrival, call, bytes, found,
+        [this, &lease = *found, work = std::move(work)](const Call& queued) {
+          check_wanted(queued);
+          work(lease);
+          return true;
+        },
+        done, {});
 }
 
 template <typename Act>
 void ServiceCore::answer_now(Act act, const Done& done) {
   ++received_;
-  std::optional<ServiceError> failure;
-  try {
-    act();
-  } catch (...) {
-    failure = to_service_error(std::current_exception());
-  }
+  const std::optional<ServiceError> failure = failure_of(act);
   ++(failure ? rejected_ : admitted_);
   done(failure ? &*failure : nullptr);
 }

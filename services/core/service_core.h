@@ -91,16 +91,11 @@ using Done = std::function<void(const ServiceError*)>;
 /// Runs `act`, and reports to `done` how that ended.
 template <typename Act>
 void report(const Done& done, Act act) {
-  std::optional<ServiceError> failure;
-  try {
-    act();
-  } catch (...) {
-    failure = to_service_error(std::current_exception());
-  }
+  const std::optional<ServiceError> failure = failure_of(act);
   done(failure ? &*failure : nullptr);
 }
 
-/// How a unit of work is queued on a session.
+/// How a unit of work is queued on a session or a lease.
 struct QueueOptions {
   Strand::Start start = Strand::Start::kQueued;
   bool counts = true;  ///< As a call; false: of a batch that has an item there.
@@ -233,36 +228,53 @@ class ServiceCore {
   /// Refuses with the exception that is being handled.
   void refuse(const CallRecord& arrival, const Done& done);
   [[nodiscard]] TimePoint deadline_of(const Call& call) const;
-  void renew(SessionEntry& entry) const;
+  /// Of a session or a lease.
+  template <typename Entry>
+  void renew(Entry& entry) const {
+    entry.lease_end = (options_.now() + options_.lease_ttl).time_since_epoch().count();
+  }
   /// Counts a request of `bytes`, and a reply as large, until the call is done or, with a
   /// reservation of the transport, for as long as that lasts. Throws as `admit`.
   [[nodiscard]] std::shared_ptr<InflightReservation> admit_call(const Call& call,
                                                                 std::size_t bytes);
   /// As `renew`, on behalf of the client.
   void renew_for_client(SessionEntry& entry) const;
-  /// Finds, admits and queues; `verb(entry)`, which may return a call in pieces, runs on the
-  /// session's strand. Returns whether it is queued.
+  /// Throws when a call has waited past its deadline, or its caller has gone.
+  void check_wanted(const Call& call) const;
+  /// Does a step of a queued call and returns whether it was the last.
+  using Step = std::function<bool(const Call& call)>;
+  /// Admits a call and queues its steps on the strand of a session or a lease. Throws with nothing
+  /// queued.
+  template <typename Entry>
+  void queue(const CallRecord& arrival, const Call& call, std::size_t bytes,
+             const std::shared_ptr<Entry>& entry, Step step, const Done& done,
+             QueueOptions queueing);
+  /// Finds a session, admits and queues; `verb(entry)`, which may return a call in pieces, runs on
+  /// the session's strand. Returns whether it is queued.
   template <typename Verb>
   bool on_session(const Call& call, std::string_view method, const std::string& name,
-                  std::size_t bytes, Verb verb, Done done, QueueOptions queueing = {}) {
-    Work work;
+                  std::size_t bytes, Verb verb, const Done& done, QueueOptions queueing = {}) {
+    const CallRecord arrival = arrive(call, method);
     try {
-      if constexpr (std::is_void_v<std::invoke_result_t<Verb&, SessionEntry&>>) {
-        work = [verb = std::move(verb)](SessionEntry& entry) {
-          verb(entry);
-          return nullptr;
-        };
-      } else {
-        work = std::move(verb);
-      }
+      queue_on_session(
+          arrival, call, name, bytes,
+          [verb = std::move(verb)](SessionEntry& entry) -> std::unique_ptr<CallInPieces> {
+            if constexpr (std::is_void_v<std::invoke_result_t<const Verb&, SessionEntry&>>) {
+              verb(entry);
+              return nullptr;
+            } else {
+              return verb(entry);
+            }
+          },
+          done, queueing);
+      return true;
     } catch (...) {
-      refuse(arrive(call, method), done);
+      refuse(arrival, done);
       return false;
     }
-    return queue_on_session(call, method, name, bytes, std::move(work), std::move(done), queueing);
   }
-  bool queue_on_session(const Call& call, std::string_view method, const std::string& name,
-                        std::size_t bytes, Work work, Done done, QueueOptions queueing);
+  void queue_on_session(const CallRecord& arrival, const Call& call, const std::string& name,
+                        std::size_t bytes, Work work, const Done& done, QueueOptions queueing);
   /// Does a piece of a call and returns whether it was the last. `pieces` is what is left of the
   /// call, null at first and after the last.
   bool do_piece(const Call& call, SessionEntry& entry, const Work& work,
@@ -311,19 +323,18 @@ class ServiceCore {
 
   /// Finds, admits and queues; the request is executed on the lease's strand.
   template <typename Request, typename Response>
-  void on_lease(const Call& call, const Request& request, Response& response, Done done) {
-    std::function<void(PageLease&)> work;
+  void on_lease(const Call& call, const Request& request, Response& response, const Done& done) {
+    const CallRecord arrival = arrive(call, rpc_name<Request>());
     try {
-      work = [&request, &response](PageLease& lease) { execute(lease, request, response); };
+      queue_on_lease(
+          arrival, call, request.lease(), request.ByteSizeLong(),
+          [&request, &response](PageLease& lease) { execute(lease, request, response); }, done);
     } catch (...) {
-      refuse(arrive(call, rpc_name<Request>()), done);
-      return;
+      refuse(arrival, done);
     }
-    queue_on_lease(call, rpc_name<Request>(), request.lease(), request.ByteSizeLong(),
-                   std::move(work), std::move(done));
   }
-  void queue_on_lease(const Call& call, std::string_view method, const std::string& name,
-                      std::size_t bytes, std::function<void(PageLease&)> work, Done done);
+  void queue_on_lease(const CallRecord& arrival, const Call& call, const std::string& name,
+                      std::size_t bytes, std::function<void(PageLease&)> work, const Done& done);
   /// Answers on the calling thread with what `act` fills, or throws.
   template <typename Act>
   void answer_now(Act act, const Done& done);

@@ -7,8 +7,6 @@
 #include <google/protobuf/wire_format_lite.h>
 
 #include <algorithm>
-#include <cstddef>
-#include <span>
 
 namespace kvtier::services {
 namespace {
@@ -132,7 +130,7 @@ void run(ServiceCore& core, const Call& call, const CallBody& body, CallMemory m
   job->done = std::move(done);
   const std::int64_t parsed = kParsedBytes * static_cast<std::int64_t>(body.message.size());
   std::int64_t tensors = 0;
-  try {
+  const std::optional<ServiceError> failure = failure_of([&] {
     tensors = static_cast<std::int64_t>(tensor_bytes_of(body, job->memory));
     if constexpr (requires { job->request.items(); }) check_items(body.message);
     if (call.reservation) call.reservation->take(tensors + parsed);
@@ -145,11 +143,8 @@ void run(ServiceCore& core, const Call& call, const CallBody& body, CallMemory m
       throw ServiceError::invalid("output", "at least " + std::to_string(needed) + " bytes",
                                   std::to_string(job->memory.output->size()));
     }
-  } catch (...) {
-    const ServiceError error = to_service_error(std::current_exception());
-    job->end(&error);
-    return;
-  }
+  });
+  if (failure) return job->end(&*failure);
   if (call.reservation) call.reservation->give(tensors);  // the core counts them
   core.run(call, job->request, job->response,
            [job](const ServiceError* error) { job->end(error); });

@@ -42,6 +42,7 @@ struct PageLease {
   std::atomic<TimePoint::rep> lease_end{0};
   std::unique_ptr<Strand> strand;  ///< Where calls of this lease run, for those who queue them.
   std::atomic<int> queued{0};      ///< The lease does not run out meanwhile.
+  std::atomic<int> calls{0};       ///< Among them: all.
 
   // Guarded by the mutex of `pages`.
   bool closed = false;

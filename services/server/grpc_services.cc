@@ -56,13 +56,8 @@ void run_message(ServiceCore& core, Call call, StreamSession& session, const Req
                  Response& response, const Done& done) {
   call.deadline = TimePoint::max();
   const std::string* name = nullptr;
-  try {
-    name = &session.name_in(request.session());
-  } catch (...) {
-    const ServiceError error = to_service_error(std::current_exception());
-    done(&error);
-    return;
-  }
+  const auto find = [&] { name = &session.name_in(request.session()); };
+  if (const auto error = failure_of(find)) return done(&*error);
   core.run_in(*name, call, request, response, done);
 }
 
