@@ -38,7 +38,7 @@ struct SetWindow {
   std::uint32_t shift;   ///< Of the bins; 32 before the first round.
   std::uint32_t wanted;  ///< How many of the window are chosen.
   std::uint32_t most;    ///< No block has more tokens in it.
-  int bin;               ///< It is this one of the last round.
+  std::uint32_t before;  ///< How many of it earlier blocks have.
   State state;
 
   [[nodiscard]] __device__ bool has(std::uint32_t key) const { return key - low <= high - low; }
@@ -146,16 +146,16 @@ struct SetSearch {
         max(0, 32 - kBinBits - __clz(static_cast<int>(window.high - window.low))));
     window.wanted -= above;
     window.most = most;
-    window.bin = bin;
     window.state = window.wanted == count      ? SetWindow::kAll
                    : most <= kListed           ? SetWindow::kCompare
                    : window.low == window.high ? SetWindow::kTies
                                                : SetWindow::kSearch;
   }
 
-  /// Ends a round of the sets in a state: a thread has a bin's count, the best bins first. Begins
-  /// after a barrier of warps at least; ends with a barrier.
-  __device__ void pick(SetWindow::State state, std::uint32_t count, std::uint32_t most) const {
+  /// Ends a round of the sets in a state: a thread has a bin's count, of all blocks and of earlier
+  /// ones, the best bins first. Begins after a barrier of warps at least; ends with a barrier.
+  __device__ void pick(SetWindow::State state, std::uint32_t count, std::uint32_t most,
+                       std::uint32_t earlier) const {
     const unsigned lane = threadIdx.x % 32;
     const unsigned warp = threadIdx.x / 32;
     const unsigned set = threadIdx.x / kThreadsPerSet;
@@ -176,7 +176,10 @@ struct SetSearch {
                       before < window.wanted && before + count >= window.wanted;
     shared.bins[threadIdx.x] = 0;
     __syncthreads();  // all have seen the window
-    if (mine) narrow(window, bin_of_thread(), before, count, most);
+    if (mine) {
+      narrow(window, bin_of_thread(), before, count, most);
+      window.before = earlier;
+    }
     __syncthreads();
   }
   __device__ static int bin_of_thread() {
@@ -200,14 +203,16 @@ struct SetSearch {
         static_cast<int>(threadIdx.x / kThreadsPerSet * kThreadsPerSet) + bin_of_thread();
     std::uint32_t count = 0;
     std::uint32_t most = 0;
+    std::uint32_t earlier = 0;
 #pragma unroll
     for (unsigned block = 0; block < kSetBlocks; ++block) {
       if (block >= blocks) break;
       const std::uint32_t of_block = exchange.counts[block][at];
       count += of_block;
       most = max(most, of_block);
+      if (block < rank) earlier += of_block;
     }
-    pick(SetWindow::kSearch, count, most);
+    pick(SetWindow::kSearch, count, most, earlier);
   }
 
   /// Finds the windows: every set's k-th best is in its window, or all of that are chosen.
@@ -326,7 +331,7 @@ struct SetSearch {
     __syncthreads();
     const int at =
         static_cast<int>(threadIdx.x / kThreadsPerSet * kThreadsPerSet) + bin_of_thread();
-    pick(SetWindow::kCompare, shared.bins[at], 0);
+    pick(SetWindow::kCompare, shared.bins[at], 0, 0);
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
       if (listed[set] > 0) take_listed(set, listed[set]);
@@ -369,10 +374,7 @@ struct SetSearch {
     for (int set = 0; set < sets(); ++set) {
       const SetWindow window = shared.windows[set];
       if (window.state != SetWindow::kTies) continue;
-      std::uint32_t seen = 0;  // by the blocks before
-      for (unsigned block = 0; block < rank; ++block) {
-        seen += exchange.counts[block][set * kBins + window.bin];
-      }
+      std::uint32_t seen = window.before;
       const float4 references = *reinterpret_cast<const float4*>(shared.references);
 #pragma unroll 1
       for (int base = 0; base < work.count; base += kSetThreads) {

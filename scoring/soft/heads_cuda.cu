@@ -152,7 +152,7 @@ __global__ __launch_bounds__(kSetThreads, 1) void choose_collisions(
                                    .shift = 32,
                                    .wanted = static_cast<std::uint32_t>(work.plan.k),
                                    .most = 0,
-                                   .bin = 0,
+                                   .before = 0,
                                    .state = SetWindow::kSearch};
   }
   read_references(args, work, shape.parts, shared);

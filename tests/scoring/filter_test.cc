@@ -298,6 +298,41 @@ TEST_P(LongRowsTest, EqualTokensAreTakenInOrder) {
   }
 }
 
+// Two kinds of token, of which the second is all that the first head looks for. The k-th best of
+// every head is one of the first kind, whose value is far below the mean of the first head and near
+// that of the second. A search by bins around the mean finds these ties in different rounds.
+TEST_P(LongRowsTest, EqualTokensAreTakenInOrderWhereverTheirValuesAre) {
+  constexpr std::int64_t kLength = 20'040;
+  TokenSet set;
+  set.length = kLength;
+  Problem problem = make_problem(scores().front(), Selection::kPerQueryHead, 1, 2, {&set});
+  problem.config.top_k = 8000;
+  oracle::Sketch common;
+  common.key_norm = common.value_norm = 1.0;
+  common.bits = random_signs(12, kNumPlanes);
+  oracle::Sketch wanted = common;
+  wanted.bits = bits_of_query(problem);
+  set.heads.emplace_back();
+  for (std::int64_t t = 0; t < kLength; ++t) {
+    set.heads[0].push_back(t % 4 == 1 ? wanted : common);
+  }
+
+  const Selected found = run(problem);
+
+  ASSERT_EQ(found.heads, 2);
+  const std::int64_t first = problem.config.sink_tokens;
+  for (int head = 0; head < found.heads; ++head) {
+    const std::vector<double> values = expected_scores(problem, 0, head).values;
+    double mean = 0.0;
+    for (const double value : values) mean += value / static_cast<double>(values.size());
+    SCOPED_TRACE(::testing::Message() << "head " << head << ", value " << values[0] / mean);
+    ASSERT_EQ(head == 0, values[0] < 0.75 * mean) << "rounds would be equal";
+    std::vector<std::int64_t> expected = oracle::top_k(values, problem.config.top_k);
+    for (std::int64_t& id : expected) id += first;
+    EXPECT_EQ(found.of(0, head, found.ids_without_scores), expected);
+  }
+}
+
 KVTIER_INSTANTIATE_BACKENDS(LongRowsTest);
 
 }  // namespace
