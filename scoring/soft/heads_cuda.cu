@@ -141,10 +141,9 @@ __global__ __launch_bounds__(kSetThreads, 1) void choose_collisions(
   }
   __syncwarp();
   cluster_arrive();
-  // The kernel that scores has let this one start when all before it were done.
-  const FusedWork work(args, query_index, kv_head, rank, shape.blocks);
   transfer::cuda::wait_for_previous();
   transfer::cuda::let_next_start();
+  const FusedWork work(args, query_index, kv_head, rank, shape.blocks);
   if (work.plan.k <= 0) return;  // the whole cluster
   if (threadIdx.x < kValueHeads) {
     shared.windows[threadIdx.x] = {.low = 0,
