@@ -96,13 +96,8 @@ void FlashDecode::attend_in_parts(const AttendRequest& request,
 void merge_results(Stream& stream, const MergeBatch& parts, std::int64_t num_heads_total,
                    int head_dim, void* out, DType out_dtype, float* lse) {
   if (num_heads_total == 0) return;
-  if constexpr (kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::merge_results(stream.native(), parts, num_heads_total, head_dim, out, out_dtype,
-                                 lse);
-    }
-  }
-  stream.run([=] { cpu::merge_results(parts, num_heads_total, head_dim, out, out_dtype, lse); });
+  enqueue<cpu::merge_results, cuda::merge_results>(stream, parts, num_heads_total, head_dim, out,
+                                                   out_dtype, lse);
 }
 
 }  // namespace kvtier::attention

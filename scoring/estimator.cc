@@ -73,15 +73,8 @@ void build_query_tables(transfer::Stream& stream, const ScoreParams& params,
                         int query_heads, float* entries, QueryScalars* scalars) {
   assert(params.query_planes() <= planes.num_planes);
   assert(params.weighting != ValueWeighting::kDefault);
-  if constexpr (transfer::kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::build_query_tables(stream.native(), params, planes, queries, num_queries,
-                                      query_heads, entries, scalars);
-    }
-  }
-  stream.run([=] {
-    cpu::build_query_tables(params, planes, queries, num_queries, query_heads, entries, scalars);
-  });
+  transfer::enqueue<cpu::build_query_tables, cuda::build_query_tables>(
+      stream, params, planes, queries, num_queries, query_heads, entries, scalars);
 }
 
 void read_queries(transfer::Stream& stream, const ScoreParams& params,

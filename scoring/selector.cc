@@ -230,24 +230,14 @@ void Selector::export_ids(transfer::Stream& stream, const SelectRequest& request
                           const IdTensor& out, const IdFloats& bias) {
   check(request, limits_);
   const SelectorWorkspace space = workspace(request.params);
-  if constexpr (transfer::kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::export_ids(stream.native(), request, space, out, bias);
-    }
-  }
-  stream.run([=] { cpu::export_ids(request, space, out, bias); });
+  transfer::enqueue<cpu::export_ids, cuda::export_ids>(stream, request, space, out, bias);
 }
 
 void Selector::export_scores(transfer::Stream& stream, const SelectRequest& request,
                              const IdTensor& ids, const IdFloats& out) {
   check(request, limits_);
   const SelectorWorkspace space = workspace(request.params);
-  if constexpr (transfer::kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::export_scores(stream.native(), request, space, ids, out);
-    }
-  }
-  stream.run([=] { cpu::export_scores(request, space, ids, out); });
+  transfer::enqueue<cpu::export_scores, cuda::export_scores>(stream, request, space, ids, out);
 }
 
 }  // namespace kvtier::scoring

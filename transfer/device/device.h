@@ -16,12 +16,9 @@
 /// The only interface between CPU and CUDA. Above it there is no CUDA header; below it each kernel
 /// chooses its backend once, at its front door:
 ///
-///     void f(Stream& stream, Args args) {
-///       if constexpr (kWithCuda) {
-///         if (stream.native() != nullptr) return cuda::f(stream.native(), args);
-///       }
-///       stream.run([=] { cpu::f(args); });
-///     }
+///     void f(Stream& stream, Args args) { enqueue<cpu::f, cuda::f>(stream, args); }
+///
+/// (transfer/device/with_cuda.h)
 namespace kvtier::transfer {
 
 /// True when the CUDA half is compiled in: `kWithCuda` for those who need not know as they compile.

@@ -18,12 +18,7 @@ namespace kvtier::transfer {
 void read_sinks(Stream& stream, const KvGeometry& geometry, const SequenceView& sequence,
                 std::int64_t tokens) {
   assert(geometry.int8_pages && tokens <= geometry.sink_capacity);
-  if constexpr (kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::read_sinks(stream.native(), geometry, sequence, tokens);
-    }
-  }
-  stream.run([=] { cpu::read_sinks(geometry, sequence, tokens); });
+  enqueue<cpu::read_sinks, cuda::read_sinks>(stream, geometry, sequence, tokens);
 }
 
 namespace cpu {

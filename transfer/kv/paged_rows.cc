@@ -11,35 +11,21 @@ namespace kvtier::transfer {
 
 void read_tables(Stream& stream, const TableInput& input, std::int32_t* blocks, std::int64_t stride,
                  SequenceCounters* counters, TableFaults* faults) {
-  if constexpr (kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::read_tables(stream.native(), input, blocks, stride, counters, faults);
-    }
-  }
-  stream.run([=] { cpu::read_tables(input, blocks, stride, counters, faults); });
+  enqueue<cpu::read_tables, cuda::read_tables>(stream, input, blocks, stride, counters, faults);
 }
 
 void list_attended(Stream& stream, const SpanRule& rule, const SequenceBatch& sequences,
                    const QueryBatch& query_batch, int kv_heads, const SelectionView& selection,
                    const AttendedList& list) {
-  if constexpr (kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::list_attended(stream.native(), rule, sequences, query_batch, kv_heads, selection,
-                                 list);
-    }
-  }
-  stream.run([=] { cpu::list_attended(rule, sequences, query_batch, kv_heads, selection, list); });
+  enqueue<cpu::list_attended, cuda::list_attended>(stream, rule, sequences, query_batch, kv_heads,
+                                                   selection, list);
 }
 
 void gather_paged_rows(Stream& stream, const KvGeometry& geometry, const SlotTables& slots,
                        const PagedRows& cache, const QueryBatch& query_batch,
                        const SelectionView& list) {
-  if constexpr (kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::gather_paged_rows(stream.native(), geometry, slots, cache, query_batch, list);
-    }
-  }
-  stream.run([=] { cpu::gather_paged_rows(geometry, slots, cache, query_batch, list); });
+  enqueue<cpu::gather_paged_rows, cuda::gather_paged_rows>(stream, geometry, slots, cache,
+                                                           query_batch, list);
 }
 
 namespace cpu {

@@ -104,12 +104,7 @@ void write_row_checks(Stream& stream, const KvGeometry& geometry, const AppendBa
 
 void verify_rows(Stream& stream, const KvGeometry& geometry, const RowReading& reading) {
   assert(geometry.row_checks && reading.flags.count == reading.sequences.count);
-  if constexpr (kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::verify_rows(stream.native(), geometry, reading);
-    }
-  }
-  stream.run([=] { cpu::verify_rows(geometry, reading); });
+  enqueue<cpu::verify_rows, cuda::verify_rows>(stream, geometry, reading);
 }
 
 void gather_whole_rows(Stream& stream, const KvGeometry& geometry, const RowReading& reading,

@@ -42,12 +42,7 @@ void pack_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& ba
     return item.packed_offset >= 0 &&
            (item.tokens == 0 || (item.tokens > 0 && valid(item.keys) && valid(item.values)));
   }));
-  if constexpr (kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::pack_rows(stream.native(), geometry, batch, packed, squares);
-    }
-  }
-  stream.run([=] { cpu::pack_rows(geometry, batch, packed, squares); });
+  enqueue<cpu::pack_rows, cuda::pack_rows>(stream, geometry, batch, packed, squares);
 }
 
 void store_rows(Stream& stream, const KvGeometry& geometry, const AppendBatch& batch,
@@ -68,32 +63,19 @@ void append_done(Stream& stream, const KvGeometry& geometry, const AppendBatch& 
   assert(all_valid(geometry, batch, [](const AppendItem& item) {
     return item.tokens >= 0 && item.sequence.counters != nullptr;
   }));
-  if constexpr (kWithCuda) {
-    if (stream.native() != nullptr) return cuda::append_done(stream.native(), geometry, batch);
-  }
-  stream.run([=] { cpu::append_done(geometry, batch); });
+  enqueue<cpu::append_done, cuda::append_done>(stream, geometry, batch);
 }
 
 void set_length(Stream& stream, SequenceCounters* counters, std::int64_t length,
                 std::int64_t capacity) {
   assert(counters != nullptr && length >= 0 && capacity >= length);
-  if constexpr (kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::set_length(stream.native(), counters, length, capacity);
-    }
-  }
-  stream.run([=] { cpu::set_length(counters, length, capacity); });
+  enqueue<cpu::set_length, cuda::set_length>(stream, counters, length, capacity);
 }
 
 void patch_table(Stream& stream, std::byte** table, std::int64_t begin, const TablePatch& patch,
                  int count) {
   assert(begin >= 0 && count >= 0 && count <= kMaxTablePatch);
-  if constexpr (kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::patch_table(stream.native(), table, begin, patch, count);
-    }
-  }
-  stream.run([=] { cpu::patch_table(table, begin, patch, count); });
+  enqueue<cpu::patch_table, cuda::patch_table>(stream, table, begin, patch, count);
 }
 
 void gather_rows(Stream& stream, const KvGeometry& geometry, const SequenceBatch& sequences,
@@ -106,26 +88,14 @@ void gather_rows(Stream& stream, const KvGeometry& geometry, const SequenceBatch
   }));
   assert(selection.staged_capacity >= 0 && selection.staged_capacity <= selection.capacity);
   assert(selection.staged != nullptr || selection.staged_capacity == 0);
-  if constexpr (kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::gather_rows(stream.native(), geometry, sequences, query_batch, selection,
-                               pages_on_device, flags);
-    }
-  }
-  stream.run([=] {
-    cpu::gather_rows(geometry, sequences, query_batch, selection, pages_on_device, flags);
-  });
+  enqueue<cpu::gather_rows, cuda::gather_rows>(stream, geometry, sequences, query_batch, selection,
+                                               pages_on_device, flags);
 }
 
 void pack_queries(Stream& stream, const KvGeometry& geometry, const QueryItems& items, float* out) {
   assert(all_valid(geometry, items,
                    [](const QueryItem& item) { return valid(item.query) && item.token >= 0; }));
-  if constexpr (kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::pack_queries(stream.native(), geometry, items, out);
-    }
-  }
-  stream.run([=] { cpu::pack_queries(geometry, items, out); });
+  enqueue<cpu::pack_queries, cuda::pack_queries>(stream, geometry, items, out);
 }
 
 }  // namespace kvtier::transfer

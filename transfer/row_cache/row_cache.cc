@@ -81,23 +81,13 @@ void clear_row_cache(Stream& stream, const KvGeometry& geometry, int num_sets,
 void forget_cached_rows(Stream& stream, const KvGeometry& geometry, const RowCacheForget& forget) {
   if (forget.row_cache.sets == nullptr) return;
   const std::int64_t sets = all_sets(geometry, forget.num_sets);
-  if constexpr (kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::forget_cached_rows(stream.native(), forget, sets);
-    }
-  }
-  stream.run([=] { cpu::forget_cached_rows(forget, sets); });
+  enqueue<cpu::forget_cached_rows, cuda::forget_cached_rows>(stream, forget, sets);
 }
 
 void gather_cached_rows(Stream& stream, const KvGeometry& geometry, const RowCacheGather& gather) {
   assert(valid(gather));
   assert(gather.places.lists == nullptr || stream.native() != nullptr);
-  if constexpr (kWithCuda) {
-    if (stream.native() != nullptr) {
-      return cuda::gather_cached_rows(stream.native(), geometry, gather);
-    }
-  }
-  stream.run([=] { cpu::gather_cached_rows(geometry, gather); });
+  enqueue<cpu::gather_cached_rows, cuda::gather_cached_rows>(stream, geometry, gather);
 }
 
 }  // namespace kvtier::transfer
