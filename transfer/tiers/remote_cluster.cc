@@ -18,6 +18,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kOpsPerJob = 64;
+/// Jobs that wait for a server; more are refused at once.
+constexpr std::size_t kMaxWaiting = 256;
 
 [[noreturn]] void reject(const std::string& what) {
   throw_error(ErrorCode::kInvalidArgument, "remote tier: ", what);
@@ -46,30 +48,6 @@ struct Job {
 };
 
 }  // namespace
-
-void RemoteOptions::validate() const {
-  if (value_limit < 1024 || value_limit > (std::size_t{64} << 20)) {
-    reject("value_limit: expected 1024 to 67108864 bytes, found " + std::to_string(value_limit));
-  }
-  if (ttl < std::chrono::seconds(1) || ttl > std::chrono::hours(24 * 30)) {
-    reject("ttl: expected 1 to 2592000 seconds, found " + std::to_string(ttl.count()));
-  }
-  if (io_timeout < std::chrono::milliseconds(1) || io_timeout > std::chrono::minutes(1)) {
-    reject("io_timeout: expected 1 to 60000 ms, found " + std::to_string(io_timeout.count()));
-  }
-  if (connections < 1 || connections > 64) {
-    reject("connections: expected 1 to 64, found " + std::to_string(connections));
-  }
-  if (max_waiting < 1) reject("max_waiting: expected 1 or more, found 0");
-  if (circuit.failures < 1) reject("circuit.failures: expected 1 or more, found 0");
-  if (circuit.min_backoff < std::chrono::milliseconds(1) ||
-      circuit.max_backoff < circuit.min_backoff) {
-    reject("circuit: expected 1 ms <= min_backoff <= max_backoff, found " +
-           std::to_string(circuit.min_backoff.count()) + " and " +
-           std::to_string(circuit.max_backoff.count()));
-  }
-  if (!circuit.now) reject("circuit.now: expected a clock, found none");
-}
 
 RemoteEndpoint RemoteEndpoint::parse(std::string_view text) {
   const auto wrong = [&] {
@@ -159,7 +137,7 @@ class RemoteCluster::Lane : public std::enable_shared_from_this<Lane> {
 
   bool submit(std::shared_ptr<Job> job) {
     const std::lock_guard lock(mutex_);
-    if (queue_.size() >= options_.max_waiting) return false;
+    if (queue_.size() >= kMaxWaiting) return false;
     queue_.push_back(std::move(job));
     changed_.notify_one();
     return true;
@@ -246,7 +224,11 @@ class RemoteCluster::Lane : public std::enable_shared_from_this<Lane> {
 RemoteCluster::RemoteCluster(std::string kind, const RemoteOptions& options,
                              std::vector<Server> servers, std::unique_ptr<RemoteRouter> router)
     : kind_(std::move(kind)), options_(options), router_(std::move(router)) {
-  options_.validate();
+  constexpr std::chrono::seconds kLongest = std::chrono::hours(24 * 30);
+  if (options_.ttl < std::chrono::seconds(1) || options_.ttl > kLongest) {
+    reject("ttl: expected 1 to " + std::to_string(kLongest.count()) + " seconds, found " +
+           std::to_string(options_.ttl.count()));
+  }
   if (servers.empty()) reject("expected a server, found none");
   for (Server& server : servers) {
     lanes_.push_back(std::make_shared<Lane>(std::move(server), options_));

@@ -30,12 +30,7 @@ struct RemoteOptions {
   std::chrono::milliseconds io_timeout{500};
   /// To each server; each has a thread.
   unsigned connections = 1;
-  /// Calls that wait for a server; more are refused at once.
-  std::size_t max_waiting = 256;
   CircuitOptions circuit;
-
-  /// Throws `kInvalidArgument` with the option, what was expected and what was found.
-  void validate() const;
 };
 
 /// Where a server listens: "host:port", "[v6 address]:port" or "unix:/path".
@@ -123,7 +118,8 @@ class RemoteCluster {
     RemoteConnect connect;
   };
 
-  /// `kind` is for people, such as "memcached". Nothing is connected yet.
+  /// `kind` is for people, such as "memcached". Nothing is connected yet. Throws `kInvalidArgument`
+  /// for a time to live outside its range, or no server.
   RemoteCluster(std::string kind, const RemoteOptions& options, std::vector<Server> servers,
                 std::unique_ptr<RemoteRouter> router);
   /// Waits for what is under way, for `io_timeout` and a second at most; a thread that a client

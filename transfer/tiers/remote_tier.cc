@@ -1,9 +1,5 @@
 #include "transfer/tiers/remote_tier.h"
 
-#include "kvtier/error.h"
-
-#include "include/types/failure.h"
-
 #include <algorithm>
 #include <utility>
 
@@ -12,13 +8,7 @@ namespace kvtier::tiers {
 RemoteTier::RemoteTier(std::shared_ptr<RemoteCluster> cluster, const RemoteTierOptions& options)
     : cluster_(std::move(cluster)),
       sealer_(options.tenant, options.secret),
-      max_page_bytes_(options.max_page_bytes),
-      part_bytes_(cluster_->options().value_limit - PageSealer::kOverhead) {
-  if (max_page_bytes_ < 1 || max_page_bytes_ > (std::size_t{1} << 30)) {
-    throw_error(ErrorCode::kInvalidArgument,
-                "remote tier: max_page_bytes: expected 1 to 1073741824, found ", max_page_bytes_);
-  }
-}
+      part_bytes_(cluster_->options().value_limit - PageSealer::kOverhead) {}
 
 std::size_t RemoteTier::num_parts(std::size_t page_bytes) const {
   return (page_bytes + part_bytes_ - 1) / part_bytes_;
@@ -32,7 +22,7 @@ PagePart RemoteTier::part_of(const PageKey& page, std::size_t page_bytes, std::s
 }
 
 void RemoteTier::put(std::span<TierPut> pages, Deadline deadline) {
-  check_pages(pages, max_page_bytes_);
+  check_pages(pages, kMaxPageBytes);
   const auto sealed = [&](const TierPut& page, const Generation& generation, std::size_t index) {
     const std::size_t first = index * part_bytes_;
     const auto bytes = page.bytes.subspan(first, std::min(part_bytes_, page.bytes.size() - first));
@@ -72,7 +62,7 @@ void RemoteTier::put(std::span<TierPut> pages, Deadline deadline) {
 }
 
 void RemoteTier::get(std::span<TierGet> pages, Deadline deadline) {
-  check_pages(pages, max_page_bytes_);
+  check_pages(pages, kMaxPageBytes);
   std::vector<RemoteOp> ops;
   for (const TierGet& page : pages) {
     for (std::size_t index = 0; index < num_parts(page.bytes.size()); ++index) {

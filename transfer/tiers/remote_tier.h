@@ -17,7 +17,6 @@ namespace kvtier::tiers {
 struct RemoteTierOptions {
   std::string tenant;
   std::vector<std::byte> secret;  ///< Of the tenant; 16 bytes or more. See `PageSealer`.
-  std::size_t max_page_bytes = std::size_t{64} << 20;
 };
 
 /// One tenant's pages on servers that are a cache: what was stored may be gone at any time, by
@@ -39,12 +38,14 @@ class RemoteTier final : public PageTier {
   void get(std::span<TierGet> pages, Deadline deadline) override;
   /// Removes the commit records. Other parts are never read again, and their time runs out.
   void remove(std::span<const PageKey> keys, Deadline deadline) override;
-  [[nodiscard]] std::size_t max_page_bytes() const noexcept override { return max_page_bytes_; }
+  [[nodiscard]] std::size_t max_page_bytes() const noexcept override { return kMaxPageBytes; }
   [[nodiscard]] TierStats stats() const override;
   [[nodiscard]] std::string_view kind() const noexcept override { return cluster_->kind(); }
   [[nodiscard]] std::string describe() const override;
 
  private:
+  static constexpr std::size_t kMaxPageBytes = std::size_t{64} << 20;
+
   [[nodiscard]] PagePart part_of(const PageKey& page, std::size_t page_bytes,
                                  std::size_t index) const;
   [[nodiscard]] std::size_t num_parts(std::size_t page_bytes) const;
@@ -54,7 +55,6 @@ class RemoteTier final : public PageTier {
 
   const std::shared_ptr<RemoteCluster> cluster_;
   const PageSealer sealer_;
-  const std::size_t max_page_bytes_;
   const std::size_t part_bytes_;  ///< Of a page, in a value.
   std::atomic<std::uint64_t> num_removed_ = 0;
 };
