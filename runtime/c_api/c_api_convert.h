@@ -39,12 +39,6 @@ kvtier_status guarded(Call&& call) noexcept {
 }
 
 template <typename T>
-const T& given(const T* pointer, const char* name) {
-  if (pointer == nullptr) invalid(std::string(name) + ": expected a pointer, found NULL");
-  return *pointer;
-}
-
-template <typename T>
 T& given(T* pointer, const char* name) {
   if (pointer == nullptr) invalid(std::string(name) + ": expected a pointer, found NULL");
   return *pointer;

@@ -123,7 +123,7 @@ class FileTier::Get {
 };
 
 void FileTier::get(std::span<TierGet> pages, Deadline deadline) {
-  check_pages(std::span<const TierGet>(pages), max_page_bytes());
+  check_pages(pages, max_page_bytes());
   Get(*state_, pages).run(deadline);
 }
 

@@ -237,7 +237,7 @@ class FileTier::Put {
 };
 
 void FileTier::put(std::span<TierPut> pages, Deadline deadline) {
-  check_pages(std::span<const TierPut>(pages), max_page_bytes());
+  check_pages(pages, max_page_bytes());
   Put(*state_, pages).run(deadline);
 }
 

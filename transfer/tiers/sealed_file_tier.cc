@@ -21,7 +21,7 @@ SealedFileTier::SealedFileTier(FileTierOptions files, const Owner& owner)
     : sealer_(owner.name, owner.secret), files_(with_room_for_seals(std::move(files))) {}
 
 void SealedFileTier::put(std::span<TierPut> pages, Deadline deadline) {
-  check_pages(std::span<const TierPut>(pages), max_page_bytes());
+  check_pages(pages, max_page_bytes());
   std::vector<std::vector<std::byte>> sealed(pages.size());
   std::vector<TierPut> puts;
   std::vector<std::size_t> places;
@@ -41,7 +41,7 @@ void SealedFileTier::put(std::span<TierPut> pages, Deadline deadline) {
 }
 
 void SealedFileTier::get(std::span<TierGet> pages, Deadline deadline) {
-  check_pages(std::span<const TierGet>(pages), max_page_bytes());
+  check_pages(pages, max_page_bytes());
   std::vector<std::vector<std::byte>> sealed(pages.size());
   std::vector<TierGet> gets;
   for (std::size_t i = 0; i < pages.size(); ++i) {
