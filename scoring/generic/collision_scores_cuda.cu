@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 namespace kvtier::scoring::cuda {
 namespace {
@@ -201,30 +202,18 @@ __global__ __launch_bounds__(kScoreThreads, kBlocksPerProcessor) void agreement_
   }
 }
 
-template <int kBits, bool kFactored>
-ScoreKernel lookup_kernel(int heads) {
+/// Returns the kernel for a number of heads, a power of two; `of` has that of a constant.
+template <typename Of>
+ScoreKernel kernel_of(int heads, const Of& of) {
   switch (heads) {
     case 1:
-      return lookup_scores<1, kBits, kFactored>;
+      return of(std::integral_constant<int, 1>{});
     case 2:
-      return lookup_scores<2, kBits, kFactored>;
+      return of(std::integral_constant<int, 2>{});
     case 4:
-      return lookup_scores<4, kBits, kFactored>;
+      return of(std::integral_constant<int, 4>{});
     default:
-      return lookup_scores<8, kBits, kFactored>;
-  }
-}
-
-ScoreKernel agreement_kernel(int heads) {
-  switch (heads) {
-    case 1:
-      return agreement_scores<1>;
-    case 2:
-      return agreement_scores<2>;
-    case 4:
-      return agreement_scores<4>;
-    default:
-      return agreement_scores<8>;
+      return of(std::integral_constant<int, kMaxHeadsPerBlock>{});
   }
 }
 
@@ -245,7 +234,8 @@ ScoreLaunch lookup_launch(ScoreArgs& args) {
   const LookupShape shape = lookup_shape<kBits, kFactored>(args.params);
   const int table_bytes = shape.tables * shape.row * static_cast<int>(sizeof(float));
   const int heads = share_group(args, table_bytes);
-  return {lookup_kernel<kBits, kFactored>(heads), kScoreThreads, heads * table_bytes};
+  const auto of = [](auto made) { return lookup_scores<made(), kBits, kFactored>; };
+  return {kernel_of(heads, of), kScoreThreads, heads * table_bytes};
 }
 
 }  // namespace
@@ -253,7 +243,8 @@ ScoreLaunch lookup_launch(ScoreArgs& args) {
 ScoreLaunch collision_launch(ScoreArgs& args) {
   switch (args.params.estimator) {
     case Estimator::kHardCollision:
-      return {agreement_kernel(share_group(args, 0)), kScoreThreads, 0};
+      return {kernel_of(share_group(args, 0), [](auto made) { return agreement_scores<made()>; }),
+              kScoreThreads, 0};
     case Estimator::kNormAware:
       return lookup_launch<kSignTableBits, false>(args);
     case Estimator::kSoftCollision:
