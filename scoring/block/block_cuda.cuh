@@ -7,13 +7,60 @@
 #include <cstdint>
 #include <type_traits>
 
-/// Device functions for a block of whole warps, at most 32. All threads must call them together;
-/// each begins with a barrier, so that calls may follow one another.
+/// Device functions for whole warps, whose lanes call them together, and for a block of at most 32
+/// warps, whose threads do. Those for a block begin with a barrier, so that calls may follow one
+/// another.
 namespace kvtier::scoring::cuda {
 
 inline constexpr unsigned kFullWarp = 0xFFFFFFFFU;
 /// Most query heads of a KV head.
 inline constexpr int kMaxGroup = 16;
+
+/// Combines the values of a warp in a fixed order. Every lane gets the result where `combine` is
+/// commutative.
+template <typename T, typename Combine>
+__device__ T reduce_warp(T value, const Combine& combine) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    value = combine(value, __shfl_xor_sync(kFullWarp, value, distance));
+  }
+  return value;
+}
+template <typename T>
+__device__ T warp_sum(T value) {
+  return reduce_warp(value, [](T a, T b) { return a + b; });
+}
+
+/// The sum of the values of the lanes up to `lane`, the calling one.
+template <typename T, typename Lane>
+__device__ T inclusive_warp_sum(T value, Lane lane) {
+#pragma unroll
+  for (Lane distance = 1; distance < 32; distance *= 2) {
+    const T before = __shfl_up_sync(kFullWarp, value, distance);
+    if (lane >= distance) value += before;
+  }
+  return value;
+}
+
+/// What the lane has whose number differs in the bits of `distance`, of whole words.
+template <typename T>
+__device__ T of_other_lane(const T& own, int distance) {
+  constexpr int kWords = sizeof(T) / 4;
+  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % 4 == 0);
+  std::uint32_t words[kWords];
+  memcpy(words, &own, sizeof(T));
+#pragma unroll
+  for (std::uint32_t& word : words) word = __shfl_xor_sync(kFullWarp, word, distance);
+  T other;
+  memcpy(&other, words, sizeof(T));
+  return other;
+}
+
+/// Merges what the lanes of a warp have into that of lane 0, in the order of a tree.
+template <typename T>
+__device__ void merge_lanes(T& mine) {
+  for (int distance = 16; distance > 0; distance /= 2) mine.merge(of_other_lane(mine, distance));
+}
 
 /// Reduces in a fixed order: a tree within the warp, then warp after warp. Every thread gets the
 /// result.
@@ -50,21 +97,13 @@ __device__ T block_exclusive_sum(std::type_identity_t<T> value, T* total) {
   __shared__ T warps[32];
   const unsigned lane = threadIdx.x % 32;
   const unsigned warp = threadIdx.x / 32;
-  T inclusive = value;
-  for (unsigned offset = 1; offset < 32; offset *= 2) {
-    const T before = __shfl_up_sync(kFullWarp, inclusive, offset);
-    if (lane >= offset) inclusive += before;
-  }
+  const T inclusive = inclusive_warp_sum<T>(value, lane);
   __syncthreads();
   if (lane == 31) warps[warp] = inclusive;
   __syncthreads();
   // Every warp scans the sums of all.
   const T of_warp = lane < blockDim.x / 32 ? warps[lane] : 0;
-  T through = of_warp;
-  for (unsigned offset = 1; offset < 32; offset *= 2) {
-    const T before = __shfl_up_sync(kFullWarp, through, offset);
-    if (lane >= offset) through += before;
-  }
+  const T through = inclusive_warp_sum<T>(of_warp, lane);
   *total = __shfl_sync(kFullWarp, through, 31);
   return __shfl_sync(kFullWarp, through - of_warp, static_cast<int>(warp)) + inclusive - value;
 }

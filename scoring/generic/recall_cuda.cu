@@ -40,19 +40,6 @@ __device__ Moments* moments_of(const RecallArgs& args, std::int64_t head) {
   return reinterpret_cast<Moments*>(args.scratch.ties + head * args.scratch.segments);
 }
 
-// The same.
-__device__ void merge_warp(Moments& moments) {
-  for (int offset = 16; offset > 0; offset /= 2) {
-    Moments other;
-    other.sum = __shfl_down_sync(kFullWarp, moments.sum, offset);
-    other.squares = __shfl_down_sync(kFullWarp, moments.squares, offset);
-    other.key_squares = __shfl_down_sync(kFullWarp, moments.key_squares, offset);
-    other.max = __shfl_down_sync(kFullWarp, moments.max, offset);
-    other.count = __shfl_down_sync(kFullWarp, moments.count, offset);
-    moments.merge(other);
-  }
-}
-
 // What is known of one head.
 struct HeadSums {
   LogSum scores;
@@ -163,7 +150,7 @@ __global__ __launch_bounds__(kThreads,
     if (h >= heads) break;
     HeadSums sums{mine[h].scores, mine[h].moments()};
     merge_lanes(sums.scores);
-    merge_warp(sums.moments);
+    merge_lanes(sums.moments);
     if (lane == 0) of_warps[warp][h] = sums;
   }
   __syncthreads();
@@ -191,7 +178,7 @@ __global__ __launch_bounds__(kThreads,
     sums.scores.merge(log_sum(__ldcg(partials + part)));
   }
   merge_lanes(sums.scores);
-  merge_warp(sums.moments);
+  merge_lanes(sums.moments);
   if (lane != 0) return;
   HeadEstimate& estimate = args.scratch.estimates[head];
   const float* of_head = args.scores + head * args.max_tokens;
@@ -289,9 +276,7 @@ __global__ __launch_bounds__(kThreads,
   for (int h = static_cast<int>(threadIdx.x) / 32; h < group; h += kWarps) {
     std::uint64_t sum = 0;
     for (int i = lane; i < kThreads; i += 32) sum += sums[h][i];
-    for (int offset = 16; offset > 0; offset /= 2) {
-      sum += __shfl_down_sync(kFullWarp, sum, offset);
-    }
+    sum = warp_sum(sum);
     if (lane == 0) add(&args.scratch.estimates[first_head + h].total, sum);
   }
   if (args.order != args.combined) return;

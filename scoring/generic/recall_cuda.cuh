@@ -184,16 +184,6 @@ __device__ inline float weight_of(const HeadEstimate& estimate, float score, flo
   return score > kLowestScore ? weight : 0.0F;
 }
 
-/// Merges those of a warp into that of lane 0, in the order of a tree.
-__device__ inline void merge_lanes(LogSum& sum) {
-  for (int offset = 16; offset > 0; offset /= 2) {
-    LogSum other;
-    other.max = __shfl_down_sync(kFullWarp, sum.max, offset);
-    other.sum = __shfl_down_sync(kFullWarp, sum.sum, offset);
-    sum.merge(other);
-  }
-}
-
 /// Writes the missed share of a head, and makes it ready for the next launch.
 __device__ inline void write_missed_share(const MissedItem& item, std::int64_t head_of_row,
                                           HeadEstimate& estimate) {

@@ -55,10 +55,8 @@ __global__ __launch_bounds__(kThreads) void sum_static_logits(
 #pragma unroll
     for (int h = 0; h < kMaxGroup; ++h) {
       if (h >= group) break;
-      for (int offset = 16; offset > 0; offset /= 2) {
-        products[h] += __shfl_xor_sync(kFullWarp, products[h], offset);
-      }
-      if (lane == h) logit = products[h] * args.params.logit_scale;
+      const float product = warp_sum(products[h]);
+      if (lane == h) logit = product * args.params.logit_scale;
     }
     if (with_values && args.params.weighting != ValueWeighting::kNone) {
       const std::byte* block = args.scratch.plans[blockIdx.z].blocks[token / hashing::kBlockTokens];

@@ -159,12 +159,7 @@ struct SetSearch {
     const unsigned lane = threadIdx.x % 32;
     const unsigned warp = threadIdx.x / 32;
     const unsigned set = threadIdx.x / kThreadsPerSet;
-    std::uint32_t through = count;
-#pragma unroll
-    for (unsigned offset = 1; offset < 32; offset *= 2) {
-      const std::uint32_t before = __shfl_up_sync(kFullWarp, through, offset);
-      if (lane >= offset) through += before;
-    }
+    const std::uint32_t through = inclusive_warp_sum(count, lane);
     if (lane == 31) shared.scan[warp] = through;
     __syncthreads();  // and the bins have been read
     const unsigned first_warp = set * (kThreadsPerSet / 32);

@@ -50,13 +50,6 @@ class SumWeigher {
   bool weighted_;
 };
 
-__device__ inline float warp_sum(float value) {
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(kFullWarp, value, offset);
-  }
-  return value;
-}
-
 #if defined(KVTIER_HAS_CLUSTERS)
 
 /// Sums of the warps of a block, of each head.

@@ -186,13 +186,7 @@ __device__ Candidates list_candidates(const FilterArgs& args, const FusedWork& w
   int count = 0;
 #pragma unroll 4
   for (int i = first; i < last; ++i) count += __popc(votes_at(i));
-  int through = count;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int up = __shfl_up_sync(kFullWarp, through, distance);
-    if (lane >= distance) through += up;
-  }
-  at += through - count;
+  at += inclusive_warp_sum(count, lane) - count;
 #pragma unroll 1
   for (int i = first; count > 0 && i < last; ++i) {
     for (unsigned votes = votes_at(i); votes != 0; votes &= votes - 1) {

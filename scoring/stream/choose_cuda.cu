@@ -75,9 +75,7 @@ __device__ void add_static(const FilterArgs& args, int query_index, int kv_head,
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
-      LogSum other;
-      other.max = __shfl_xor_sync(kFullWarp, mine.max, distance);
-      other.sum = __shfl_xor_sync(kFullWarp, mine.sum, distance);
+      LogSum other = of_other_lane(mine, distance);
       // The same order of both in every lane.
       if ((lane & distance) != 0) {
         other.merge(mine);

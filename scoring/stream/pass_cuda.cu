@@ -213,7 +213,7 @@ struct LaneRecall {
     for (int quad = 0; quad < kQuads; ++quad) {
 #pragma unroll
       for (int distance = 4; distance < 32; distance *= 2) {
-        heads[quad].add(heads[quad].of_lane(distance));
+        heads[quad].add(of_other_lane(heads[quad], distance));
       }
       if (lane < 4) parts[threadIdx.x / 32][quad * 4 + lane] = heads[quad];
     }
@@ -226,7 +226,7 @@ __device__ inline RecallSums block_recall(const RecallParts* parts, int head) {
   RecallSums total{};
   if (lane < kFusedWarps) total = parts[lane][head];
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) total.add(total.of_lane(distance));
+  for (int distance = 16; distance > 0; distance /= 2) total.add(of_other_lane(total, distance));
   return total;
 }
 

@@ -137,10 +137,7 @@ class StreamQueryMaker {
       const float x = queries_[head * StreamTables::query_pitch(dim_) + i];
       square = fmaf(x, x, square);
     }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      square += __shfl_xor_sync(kFullWarp, square, distance);
-    }
+    square = warp_sum(square);
     const unsigned most = __reduce_max_sync(kFullWarp, __float_as_uint(largest));
     if (lane == 0) {
       queries.largest[head] = most;

@@ -33,7 +33,7 @@ __device__ inline RecallSums sum_recall(const FilterArgs& args, std::int64_t gro
         {{weights.x, weights.y, weights.z, weights.w}, moments.x, moments.y, moments.z, moments.w});
   }
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) total.add(total.of_lane(distance));
+  for (int distance = 16; distance > 0; distance /= 2) total.add(of_other_lane(total, distance));
   return total;
 }
 

@@ -137,11 +137,7 @@ struct StreamUnits {
       padded[at] = own[i];
       own[i] *= kv_heads;
     }
-    int through = own[0] + own[1];
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int up = __shfl_up_sync(kFullWarp, through, distance);
-      if (lane >= distance) through += up;
-    }
+    const int through = inclusive_warp_sum(own[0] + own[1], lane);
     before[lane * kRowsOfLane + 1] = through - own[1];
     before[lane * kRowsOfLane + 2] = through;
     if (lane == 0) {
@@ -249,19 +245,6 @@ struct RecallSums {
     second += other.second;
     key_squares += other.key_squares;
     count += other.count;
-  }
-  /// That of the lane whose number differs in the bits of `distance`.
-  [[nodiscard]] __device__ RecallSums of_lane(int distance) const {
-    RecallSums other{};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      other.weights[i] = __shfl_xor_sync(kFullWarp, weights[i], distance);
-    }
-    other.first = __shfl_xor_sync(kFullWarp, first, distance);
-    other.second = __shfl_xor_sync(kFullWarp, second, distance);
-    other.key_squares = __shfl_xor_sync(kFullWarp, key_squares, distance);
-    other.count = __shfl_xor_sync(kFullWarp, count, distance);
-    return other;
   }
 };
 static_assert(sizeof(RecallSums) == kRecallSums * sizeof(float));

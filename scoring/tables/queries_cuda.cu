@@ -205,14 +205,6 @@ __device__ float2 project(const std::byte* plane, const float* first, const floa
   return sum;
 }
 
-template <typename T, typename Combine>
-__device__ T reduce_warp(T value, Combine combine) {
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value = combine(value, __shfl_xor_sync(kFullWarp, value, distance));
-  }
-  return value;
-}
-
 /// Projects all heads of the group onto the block's planes. A warp has 32 planes and two heads. The
 /// warp's largest weight goes to every block of the cluster, its agreement to the first.
 template <int kHeads>
@@ -242,9 +234,7 @@ __device__ void project_heads(const QueryArgs& args, const Part& part, unsigned 
         agreement[0] = static_cast<double>(first.agreement);
         agreement[1] = static_cast<double>(second.agreement);
       }
-      for (double& sum : agreement) {
-        sum = reduce_warp(sum, [](double a, double b) { return a + b; });
-      }
+      for (double& sum : agreement) sum = warp_sum(sum);
       if (lane < 2) {
         store_at(&shared.agreement[turn][head + lane][slot], 0,
                  lane == 0 ? agreement[0] : agreement[1]);
@@ -276,7 +266,7 @@ __device__ void measure_heads(int head_dim, int heads, Shared<kHeads>& shared) {
       const auto value = static_cast<double>(shared.query[head][x]);
       square += value * value;
     }
-    square = reduce_warp(square, [](double a, double b) { return a + b; });
+    square = warp_sum(square);
     if (threadIdx.x % 32 == 0) shared.norms[head] = static_cast<float>(sqrt(square));
   }
 }
