@@ -423,7 +423,7 @@ void merge(const AttendRequest& request, const PartialParts& parts, const Output
                                for (int split = 0; split < part.splits; ++split) {
                                  const std::int64_t slot = i * kMaxSplits + split;
                                  const SoftmaxState& state = part.state[slot];
-                                 if (!(state.sum > 0.0F)) continue;
+                                 if (state.sum == 0.0F) continue;
                                  total.max = std::max(total.max, state.max);
                                }
                              }
@@ -431,7 +431,7 @@ void merge(const AttendRequest& request, const PartialParts& parts, const Output
                                for (int split = 0; split < part.splits; ++split) {
                                  const std::int64_t slot = i * kMaxSplits + split;
                                  const SoftmaxState& state = part.state[slot];
-                                 if (!(state.sum > 0.0F)) continue;
+                                 if (state.sum == 0.0F) continue;
                                  const float weight = std::exp(state.max - total.max);
                                  total.sum += weight * state.sum;
                                  add_scaled(sum.data(), weight, part.out + slot * d, d);

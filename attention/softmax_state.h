@@ -17,13 +17,14 @@ struct SoftmaxState {
   float max = -INFINITY;
   float sum = 0.0F;
 
-  /// Natural log of the softmax denominator; -infinity for the empty set.
+  /// Natural log of the softmax denominator; -infinity for the empty set, NaN for a sum of NaN.
   [[nodiscard]] KVTIER_HOST_DEVICE float lse() const {
-    return sum > 0.0F ? max + logf(sum) : -INFINITY;
+    return sum == 0.0F ? -INFINITY : max + logf(sum);
   }
-  /// Factor that turns an accumulator into the attention output; 0 for the empty set.
+  /// Factor that turns an accumulator into the attention output; 0 for the empty set, NaN for a sum
+  /// of NaN.
   [[nodiscard]] KVTIER_HOST_DEVICE float inverse_sum() const {
-    return sum > 0.0F ? 1.0F / sum : 0.0F;
+    return sum == 0.0F ? 0.0F : 1.0F / sum;
   }
 };
 

@@ -104,6 +104,17 @@ TEST(SoftmaxState, EmptySetMakesNoNaN) {
   EXPECT_EQ(w.state.inverse_sum(), 0.0F);
 }
 
+// A logit of NaN, or of infinity, which has no weight of its own.
+TEST(SoftmaxState, KeepsANaNOfTheSum) {
+  for (const SoftmaxState& bad : {of({1.0F, std::nanf("")}), of({1.0F, kInfinity})}) {
+    for (const SoftmaxState& state : {bad, merge(bad, of({2.0F})).state, merge({}, bad).state}) {
+      EXPECT_TRUE(std::isnan(state.sum));
+      EXPECT_TRUE(std::isnan(state.lse()));
+      EXPECT_TRUE(std::isnan(state.inverse_sum()));
+    }
+  }
+}
+
 TEST(SoftCap, BoundsLogitsAndKeepsThemWithoutACap) {
   EXPECT_EQ(soft_cap(1234.5F, 0.0F), 1234.5F);
   EXPECT_NEAR(soft_cap(1000.0F, 30.0F), 30.0F, 1e-5F);

@@ -271,7 +271,35 @@ TEST_P(StateErrorsTest, FiniteTensorsWithOtherResultsNameLayerAndToken) {
   session_->append(1, call.key.view(), call.value.view());
   expect_named(length + 1, [&] { session_->attend(1, call.attend_inputs(), call.outputs()); });
   session_->truncate(length, {}, 1);
+
+  CallTensors steep(model(), 1, 6, DType::kFloat32);  // a logit beyond fp32
+  fill(steep.query, 1e20F);
+  fill(steep.key, 1e20F);
+  for (const LayerMode mode : {LayerMode::kSparse, LayerMode::kDense}) {
+    expect_named(length,
+                 [&] { session_->decode(1, steep.inputs(), steep.outputs(), {}, {.mode = mode}); });
+  }
   expect_like_twin();
+}
+
+TEST_P(StateErrorsTest, AnAcceptedNonfiniteTokenThatIsAttendedToMakesItsHeadsNan) {
+  constexpr std::int64_t kLength = 700;
+  Config config = this->config();
+  config.reject_nonfinite = false;
+  Engine engine(config);
+  Session session = engine.open();
+  CallTensors call(config.model, kLength, 5);
+  poke(call.key, DType::kBFloat16, (kLength - 1) * 2 * 64 + 17, std::nanf(""));  // of KV head 0
+  session.append(0, call.key.view(), call.value.view());
+  for (const LayerMode mode : {LayerMode::kSparse, LayerMode::kDense}) {
+    CallTensors question(config.model, 1, 6);
+    session.attend(0, question.attend_inputs(), question.outputs(), {}, {.mode = mode});
+    for (int h = 0; h < 4; ++h) {
+      const bool bad = h < 2;
+      EXPECT_EQ(std::isnan(question.lse.get(static_cast<std::size_t>(h))), bad) << "head " << h;
+      for (const float x : question.out.row(0, h)) EXPECT_EQ(std::isnan(x), bad) << "head " << h;
+    }
+  }
 }
 
 TEST_P(StateErrorsTest, AcceptedNonfiniteTokensAreCountedAndScoreLowest) {
