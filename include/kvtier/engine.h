@@ -63,8 +63,9 @@ struct DecodeInputs {
 /// `out`: fp32, fp16 or bf16 `[tokens, query_heads, head_dim]`. `lse` (optional): fp32 `[tokens,
 /// query_heads]`, natural log of the softmax denominator; with it, results over disjoint token sets
 /// merge (`Engine::merge`). `selected` (optional): int32 `[tokens, query_heads or kv_heads, n]`
-/// receives the ids chosen by score, ascending, padded with -1; n >= k. One head of ids where all
-/// heads have the same: with `kPerSequence`, or where one was given.
+/// receives the ids chosen by score, ascending, padded with -1; n >= k. Of dense and sliding-window
+/// layers -1 alone. One head of ids where all heads have the same: with `kPerSequence`, or where
+/// one was given.
 /// `missed` (optional): fp32 `[tokens, query_heads]`, the estimated share of the attention of all
 /// visible tokens that fell on tokens not attended; for sparse layers that select by norm-aware
 /// scores without a logit softcap.

@@ -117,6 +117,7 @@ class Step {
                        transfer::SelectionView& selection);
   transfer::RowCachePlaces gather(const Launch& launch, const transfer::SelectionView& selection);
   [[nodiscard]] Outputs make_outputs(const Launch& launch) const;
+  void select_none(const Launch& launch);
   void export_ids(const Launch& launch, const QueriesRead& read, const SelectOutputs& outputs);
   void finish_attend(const Launch& launch, const QueriesRead& read, Outputs& outputs);
 
@@ -486,6 +487,13 @@ Outputs Step::make_outputs(const Launch& launch) const {
   return outputs;
 }
 
+/// Takes the place of the selection that an earlier launch has left.
+void Step::select_none(const Launch& launch) {
+  scoring::SelectRequest request = select_request(launch, {});
+  request.rule = {.mode = LayerMode::kDense};
+  (void)workspace_.selector.adopt(stream(), request, {});
+}
+
 void Step::export_ids(const Launch& launch, const QueriesRead& read, const SelectOutputs& outputs) {
   const Slice& first = launch.slices.front();
   const auto staged = [&](const MutableTensorView& tensor) {
@@ -502,7 +510,10 @@ void Step::export_ids(const Launch& launch, const QueriesRead& read, const Selec
 /// What was selected, and how much was missed, when asked for.
 void Step::finish_attend(const Launch& launch, const QueriesRead& read, Outputs& outputs) {
   const MutableTensorView& ids = launch.first().outputs.selected;
-  if (!ids.empty()) export_ids(launch, read, {.ids = ids});
+  if (!ids.empty()) {
+    if (!launch.sparse()) select_none(launch);
+    export_ids(launch, read, {.ids = ids});
+  }
   if (launch.sparse() && launch.options().recall_params.active) {
     int query = 0;
     for (const Slice& slice : launch.slices) {

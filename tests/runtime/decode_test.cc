@@ -279,14 +279,12 @@ TEST_P(DecodeTest, SpansFollowModeScaleCapAndDenseFrom) {
     HostIds ids(2, 4, 1);
     const bool sparse = e.rule.mode == LayerMode::kSparse;
     session.attend(e.layer, {.query = query.view()},
-                   {.out = out.mutable_view(),
-                    .lse = {},
-                    .selected = sparse ? ids.view() : MutableTensorView{}},
-                   {}, e.options);
+                   {.out = out.mutable_view(), .lse = {}, .selected = ids.view()}, {}, e.options);
     for (std::int64_t t = 0; t < 2; ++t) {
       for (int h = 0; h < 4; ++h) {
         std::vector<std::int64_t> attended =
             oracle::visible_tokens(e.rule, 400, 1 - t).static_tokens;
+        ASSERT_EQ(ids.ids(t, h).size(), sparse ? 1U : 0U) << "layer " << e.layer;
         if (sparse) attended.push_back(ids.ids(t, h).at(0));
         const oracle::Attention exact =
             oracle::attend(query.row(t, h), sequence.kv(h / 2), attended, e.scale, e.cap);
