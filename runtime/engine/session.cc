@@ -262,13 +262,16 @@ void SessionState::unshare_tail(transfer::Stream& stream, int index) {
   LayerState& layer = this->layer(index);
   std::vector<Tail> tails;
   tails.reserve(1 + layer.slabs.size());
+  const auto give_back = [&tails] {
+    for (const Tail& tail : tails) tail.table->pool().give_back({&tail.fresh, 1}, {});
+  };
   const auto look_at = [&](PageTable& table, std::int64_t unit, bool paged) {
     const std::int64_t i = layer.length / unit;
     if (layer.length % unit == 0 || !table.shared(i)) return;
     Page* fresh = nullptr;
     const auto take = [&] { return table.pool().take_all({&fresh, 1}, &stream); };
     if (!evicting(*engine_, stream, table.pool(), 1, take)) {
-      for (const Tail& tail : tails) tail.table->pool().give_back({&tail.fresh, 1}, {});
+      give_back();
       throw_error(ErrorCode::kResourceExhausted, paged ? "page pool" : "sketch blocks",
                   ": expected a free one for the copy of a shared one in layer ", index,
                   ", found 0 of ", table.pool().num_frames(),
@@ -280,6 +283,14 @@ void SessionState::unshare_tail(transfer::Stream& stream, int index) {
   look_at(layer.pages, engine_->kv.page_tokens, true);
   for (PageTable& slabs : layer.slabs) look_at(slabs, hashing::kBlockTokens, false);
 
+  if (!tails.empty() && tails.front().paged && layer.pages.address(tails.front().i) == nullptr) {
+    try {  // others have evicted it while this call waited for a frame
+      make_tail_writable(stream, layer);
+    } catch (...) {
+      give_back();
+      throw;
+    }
+  }
   for (const Tail& tail : tails) {
     const transfer::CopyRun run{PagePool::address(*tail.fresh), tail.table->address(tail.i),
                                 tail.table->pool().page_bytes()};

@@ -66,6 +66,9 @@ class AsideTest : public EngineTest {
     const CallTensors expected = decode_all(*long_.twin, model(), seed);
     EXPECT_TRUE(result.get().same_results(expected));
   }
+  void expect_rows_like_twin(Pair& pair) {
+    EXPECT_EQ(all_rows(*pair.tiered, model(), 0), all_rows(*pair.twin, model(), 0));
+  }
   [[nodiscard]] const ModelConfig& model() const { return engine_->config().model; }
 
   std::shared_ptr<GateTier> gate_ = std::make_shared<GateTier>();
@@ -209,6 +212,62 @@ TEST_P(AsideTest, ASessionBeginsWithWhatIsLeftOfAPrefixThatItWaitedFor) {
   EXPECT_GT(left, 0);
   long_.twin->truncate(left);
   expect_same_decode(session, *long_.twin, model(), 20, 400);
+}
+
+// The tail of a truncated fork is whole, shared and in its frame, so it may be evicted. The append
+// that copies it waits for a frame, behind a call that evicts it meanwhile.
+TEST_P(AsideTest, ASharedTailThatGoesWhileACopyWaitsForAFrameIsRestored) {
+  constexpr std::int64_t kLong = 9;    // pages of a call: four, then five, then one
+  constexpr std::int64_t kFiller = 7;  // sessions of one part-filled page
+  Config config = tiered_config(GetParam(), kFiller + 1 + 4, gate_);
+  config.model = {.query_heads = 1, .kv_heads = 1, .head_dim = 64};
+  config.memory.host_bytes /= 2;
+  config.on_tier_wait = [this](bool waiting) { away_ += waiting ? 1 : -1; };
+  engine_.emplace(config);
+  Config roomy = tiered_config(GetParam(), kPlenty, nullptr);
+  roomy.model = config.model;
+  reference_.emplace(roomy);
+  open(long_);
+  append(long_, kLong * kPageTokens, 1);
+  std::vector<Session> fillers;
+  for (int i = 0; i < kFiller; ++i) {
+    append_random(fillers.emplace_back(engine_->open()), model(), 0, 5, 2);
+  }
+  open(short_);
+  append(short_, kPageTokens, 3);
+  {
+    Session passing = engine_->open();  // sends the long one's pages to the tier
+    append_random(passing, model(), 0, 4 * kPageTokens, 4);
+  }
+  for (const auto& session : {&short_.tiered, &short_.twin}) (*session)->truncate(5);
+  const std::vector<Session> children = short_.tiered->fork(1);
+  expect_rows_like_twin(short_);
+  ASSERT_EQ(engine_->stats().snapshot.pages_in_tiers, static_cast<std::uint64_t>(kLong));
+  ASSERT_EQ(engine_->stats().snapshot.pages_used, static_cast<std::uint64_t>(kFiller + 1));
+
+  gate_->close();
+  // Pages of the tokens fetched: of the first four, of the next seven, of the last eight.
+  std::vector<std::int32_t> ids{0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 0, 0, 0, 0, 0, 0, 0, 0};
+  for (std::int32_t& id : ids) id *= static_cast<std::int32_t>(kPageTokens);
+  const auto count = static_cast<std::int64_t>(ids.size());
+  const TensorView tokens(ids.data(), DType::kInt32, {1, count});
+  auto fetched = std::async(std::launch::async, [&] {
+    const int n = static_cast<int>(count);
+    HostTensor keys(1, n, 64, DType::kBFloat16), values(1, n, 64, DType::kBFloat16);
+    long_.tiered->fetch(0, tokens, {keys.mutable_view(), values.mutable_view()});
+    return true;
+  });
+  gate_->wait_for_a_get();
+  auto appended = std::async(std::launch::async, [&] {
+    append_random(*short_.tiered, model(), 0, 1, 5);
+    return true;
+  });
+  EXPECT_TRUE(eventually([&] { return away_ == 2; }));
+  gate_->open();
+  EXPECT_TRUE(fetched.get());
+  EXPECT_TRUE(appended.get());
+  append_random(*short_.twin, model(), 0, 1, 5);
+  expect_rows_like_twin(short_);
 }
 
 TEST_P(AsideTest, MessagesComeOneAtATime) {
