@@ -8,16 +8,6 @@
 namespace kvtier::runtime {
 namespace {
 
-void forget_from(transfer::Stream& stream, const Pools& pools, const LayerState& layer,
-                 std::int64_t length) {
-  if (layer.row_cache_frame == nullptr) return;
-  transfer::forget_cached_rows(stream, pools.kv,
-                               {.row_cache = layer.row_cache,
-                                .num_sets = pools.row_cache->shape.num_sets,
-                                .length = length,
-                                .flags = pools.row_cache->flags});
-}
-
 /// Takes memory for the layers' cached rows; returns whether any has it.
 bool take_any(transfer::Stream& stream, const Pools& pools, const Fetch& fetch) {
   if (!fetch.capturing) {
@@ -52,15 +42,21 @@ void take_row_cache(transfer::Stream& stream, const Pools& pools, LayerState& la
 
 void give_back_row_cache(transfer::Stream& stream, const Pools& pools, LayerState& layer) {
   if (layer.row_cache_frame == nullptr) return;
-  if (layer.may_hold_prefetched) forget_from(stream, pools, layer, 0);
+  if (layer.may_hold_prefetched) forget_cached_rows(stream, pools, layer, 0);
   pools.row_cache->frames.give_back({&layer.row_cache_frame, 1}, stream.record());
   layer.row_cache_frame = nullptr;
   layer.row_cache = {};
   layer.may_hold_prefetched = false;
 }
 
-void forget_cached_rows(transfer::Stream& stream, const Pools& pools, const LayerState& layer) {
-  forget_from(stream, pools, layer, layer.length);
+void forget_cached_rows(transfer::Stream& stream, const Pools& pools, const LayerState& layer,
+                        std::int64_t begin) {
+  if (layer.row_cache_frame == nullptr) return;
+  transfer::forget_cached_rows(stream, pools.kv,
+                               {.row_cache = layer.row_cache,
+                                .num_sets = pools.row_cache->shape.num_sets,
+                                .length = begin,
+                                .flags = pools.row_cache->flags});
 }
 
 transfer::RowCachePlaces fetch_rows(transfer::Stream& stream, const Pools& pools,

@@ -5,6 +5,7 @@
 #include "transfer/device/device.h"
 #include "transfer/kv/row_checks.h"
 
+#include <cstdint>
 #include <span>
 
 /// Which layers of which sessions have cached rows (transfer/row_cache/row_cache.h), and a step's
@@ -16,8 +17,10 @@ namespace kvtier::runtime {
 void take_row_cache(transfer::Stream& stream, const Pools& pools, LayerState& layer);
 /// Gives it back, reused after the work enqueued on `stream` so far.
 void give_back_row_cache(transfer::Stream& stream, const Pools& pools, LayerState& layer);
-/// Forgets the cached rows of the tokens past the layer's length: other tokens may come there.
-void forget_cached_rows(transfer::Stream& stream, const Pools& pools, const LayerState& layer);
+/// Forgets the cached rows of the tokens from `begin` on. Their memory stays: captured graphs have
+/// its address.
+void forget_cached_rows(transfer::Stream& stream, const Pools& pools, const LayerState& layer,
+                        std::int64_t begin);
 
 /// Rows to be fetched for one launch.
 struct Fetch {

@@ -115,7 +115,7 @@ void SequenceMemory::share_layer(transfer::Stream& stream, const LayerState& fro
 
 void SequenceMemory::set_length(transfer::Stream& stream, const LayerState& layer) const {
   transfer::set_length(stream, layer.view.counters, layer.length, layer.capacity);
-  forget_cached_rows(stream, pools_, layer);
+  forget_cached_rows(stream, pools_, layer, layer.length);  // other tokens may come there
 }
 
 void SequenceMemory::limit_room(transfer::Stream& stream) {

@@ -26,7 +26,7 @@ bool is_whole(const transfer::KvGeometry& kv, const std::byte* page, std::int64_
 
 /// Lets copies in a tier take the place of a layer's changed pages. Returns how many have none.
 std::size_t repair(transfer::Stream& stream, EngineState& engine, LayerState& layer) {
-  give_back_row_cache(stream, engine.pools, layer);
+  forget_cached_rows(stream, engine.pools, layer, 0);
   const std::int64_t unit = engine.kv.page_tokens;
   std::size_t num_lost = 0;
   for (std::int64_t i = 0; i < ceil_div(layer.length, unit); ++i) {

@@ -143,6 +143,22 @@ TEST_P(RowIntegrityTest, ChangedRowsAreCachedForNoSession) {
   }
 }
 
+// Captured graphs have its address.
+TEST_P(RowIntegrityTest, TheRowCacheOfASessionStaysWhereItIs) {
+  start(PageFormat::kModel, 110, 256);
+  evicted_and_restored();
+  for (int layer = 0; layer < 2; ++layer) {
+    CallTensors call(model(), 1, 44);
+    a_->decode(layer, call.inputs(), call.outputs());
+  }
+  const std::uint64_t used = engine_->stats().snapshot.row_cache_bytes_used;
+  EXPECT_GT(used, 0U);
+  tier_->tier.forget();
+  turn_bits();
+  EXPECT_TRUE(failing_decode().has_value());
+  EXPECT_EQ(engine_->stats().snapshot.row_cache_bytes_used, used);
+}
+
 TEST_P(RowIntegrityTest, ChangedRowsThatArePrefetchedAreNotServed) {
   start(PageFormat::kModel, 110, 1024);
   evicted_and_restored();
