@@ -3,8 +3,10 @@
 #include "kvtier/error.h"
 
 #include "include/types/failure.h"
+#include "transfer/kv/row_checks.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <string>
 
@@ -164,7 +166,23 @@ bool TieredLaunch::hold(int sequence, std::span<const std::int64_t> tokens) {
   }
   sync_addresses();
   engine_.submission.wait(stream_);
+  if (engine_.kv.row_checks) verify(sequence, tokens);
   return true;
+}
+
+void TieredLaunch::verify(int sequence, std::span<const std::int64_t> tokens) const {
+  const transfer::KvGeometry& kv = engine_.kv;
+  const auto s = static_cast<std::size_t>(sequence);
+  std::uint64_t changed = 0;
+  for (const std::int64_t token : tokens) {
+    if (row_is_resident(kv, counters_[s].resident_begin, token)) continue;
+    const std::byte* page = layers_[s]->pages.address(token / kv.page_tokens);
+    for (int head = 0; head < kv.kv_heads; ++head) {
+      if (!transfer::row_is_whole(kv, page, head, token)) ++changed;
+    }
+  }
+  std::atomic_ref(session_flags_[sequence]->rows_corrupt)
+      .fetch_add(changed, std::memory_order_relaxed);
 }
 
 void ensure_static_resident(transfer::Stream& stream, EngineState& engine,
@@ -238,6 +256,7 @@ void TieredLaunch::attend(const transfer::SelectionView& selection, std::int64_t
   if (engine_.device->backend() == Backend::kCuda) {
     return attend_in_windows(selection, outputs, session_flags);
   }
+  session_flags_ = session_flags;
   transfer::SelectionView in_place = selection;
   in_place.staged = nullptr;
   in_place.staged_capacity = 0;

@@ -50,6 +50,8 @@ class TieredLaunch final : private attention::RowSource {
 
  private:
   bool hold(int sequence, std::span<const std::int64_t> tokens) override;
+  /// Counts changed rows of these tokens, which are resident.
+  void verify(int sequence, std::span<const std::int64_t> tokens) const;
   /// Restores as many of these pages as can be resident, at least one. Returns how many.
   std::size_t hold_first(std::span<const WindowedAttention::PageIndex> pages);
   void attend_in_windows(const transfer::SelectionView& selection,
@@ -72,7 +74,8 @@ class TieredLaunch final : private attention::RowSource {
   std::vector<std::int32_t> counts_;                  ///< Of the selection, `[queries][kv_heads]`.
   std::vector<std::vector<std::int32_t>> ids_;        ///< By (query, KV head).
   std::vector<Page*> needed_;
-  std::vector<std::vector<bool>> marked_;  ///< Pages in `needed_`, by sequence.
+  std::vector<std::vector<bool>> marked_;                ///< Pages in `needed_`, by sequence.
+  transfer::Batch<transfer::StepFlags*> session_flags_;  ///< Of `attend`.
 };
 
 /// Restores the pages of these tokens of one layer. Returns false when they are too many.

@@ -107,6 +107,29 @@ TEST_P(RowIntegrityTest, ChangedRowsAreTakenFromATier) {
   }
 }
 
+// Attention goes a part at a time; the first pages are resident, and changed there.
+TEST_P(RowIntegrityTest, CallsOfMoreThanTheFramesGetWholeRows) {
+  for (const PageFormat format : {PageFormat::kModel, PageFormat::kInt8}) {
+    start(format, 30);
+    (void)tier_->take_frames();
+    constexpr std::int64_t kFirst = 128;
+    std::vector<std::int32_t> ids(2 * kFirst);
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>(i % kFirst);
+    HostTensor keys(2, kFirst, 64, DType::kBFloat16), values(2, kFirst, 64, DType::kBFloat16);
+    a_->fetch(0, {ids.data(), DType::kInt32, {2, kFirst}},
+              {keys.mutable_view(), values.mutable_view()});
+    frames_ = tier_->take_frames();
+    ASSERT_GE(frames_.size(), 8U);
+    turn_bits();
+
+    CallTensors mine(model(), 1, 40), theirs(model(), 1, 40);
+    a_->attend(0, mine.attend_inputs(), mine.outputs(), {}, dense_);
+    b_->attend(0, theirs.attend_inputs(), theirs.outputs(), {}, dense_);
+    EXPECT_TRUE(as_resident(GetParam(), mine, theirs));
+    EXPECT_GT(engine_->stats().cumulative.rows_corrupt, 0U);
+  }
+}
+
 TEST_P(RowIntegrityTest, StepsAndFetchesGetWholeRows) {
   start(PageFormat::kModel, 110);
   evicted_and_restored();
