@@ -73,6 +73,7 @@ class Engine:
         self.worker.register_kv_caches(self.caches)
         self.scheduler.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
         self.next = 1
+        self.stores: list[list[bytes]] = []  # of each step
 
     def close(self) -> None:
         self.worker.shutdown()
@@ -121,8 +122,11 @@ class Engine:
                 scheduled_new_reqs=new, scheduled_cached_reqs=cached,
                 num_scheduled_tokens={request.request_id: now},
             )
-            failed |= self.forward(self.scheduler.build_connector_meta(output), prompt, blocks,
-                                   computed, computed + now)
+            metadata = self.scheduler.build_connector_meta(output)
+            self.stores.append(list(metadata.store.hashes))
+            now_failed = self.forward(metadata, prompt, blocks, computed, computed + now)
+            self.scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=now_failed))
+            failed |= now_failed
             computed += now
         self.scheduler.request_finished(request, blocks)
         for i in range(tokens // TOKENS):
@@ -226,16 +230,91 @@ class VllmConnectorTest(ServerTest):
         self.stored(engine, prompt)
         request = make_request("b", prompt)
         self.assertEqual(engine.matched(request), 3 * TOKENS)
-        with kvtier.Client(self.server.address) as client:
-            handshake = engine.worker.get_handshake_metadata()
-            size = handshake.block_bytes
-            model = f"{handshake.identity}/{size * len(LAYERS)}/{len(LAYERS)}"
-            with client.open_pages(model, size) as pages:
-                (found,) = pages.lookup([request.block_hashes[1]], [0]) and pages.lookup(
-                    [request.block_hashes[1]], [0]
-                )
-                self.assertEqual(pages.remove([found.handle]), [None])  # of one layer
+        self.remove(engine, request.block_hashes[1])
         self.assertEqual(engine.run(request, prompt), (3 * TOKENS, {1}))
+
+    def test_what_is_computed_from_blocks_that_did_not_come_is_not_stored(self) -> None:
+        engine = self.engine()
+        prompt = [1, 2, 3, 4, 5, 6, 7]
+        engine.run(make_request("a", prompt[:3]), prompt[:3])
+        self.stored(engine, prompt[:3])
+        request = make_request("b", prompt)
+        self.assertEqual(engine.matched(request), 3 * TOKENS)
+        self.remove(engine, request.block_hashes[1])
+        engine.stores.clear()
+        self.assertEqual(engine.run(request, prompt, steps=4), (3 * TOKENS, {1}))
+        self.assertEqual(engine.stores, [[]] * 4)
+
+    def test_what_is_computed_behind_loaded_blocks_is_stored_once_they_have_come(self) -> None:
+        engine = self.engine()
+        prompt = [1, 2, 3, 4, 5, 6, 7]
+        engine.run(make_request("a", prompt[:3]), prompt[:3])
+        self.stored(engine, prompt[:3])
+        request = make_request("b", prompt)
+        engine.stores.clear()
+        self.assertEqual(engine.run(request, prompt, steps=4), (3 * TOKENS, set()))
+        hashes = request.block_hashes
+        self.assertEqual(engine.stores, [[], [], hashes[3:6], hashes[6:]])
+        self.stored(engine, prompt)
+
+    def test_a_load_that_fails_is_that_of_every_request_which_has_its_blocks(self) -> None:
+        engine = self.engine()
+        prompt = [1, 2, 3]
+        engine.run(make_request("a", prompt), prompt)
+        self.stored(engine, prompt)
+        first, second, other = (
+            make_request(name, tokens)
+            for name, tokens in (("b", [1, 2, 8]), ("c", [1, 2, 9]), ("d", [5, 6, 7]))
+        )
+        self.assertEqual(engine.matched(first), 2 * TOKENS)
+        tables = {"b": [1, 2, 3], "c": [1, 2, 4], "d": [5, 6, 7]}
+        loaded = {"b": 2 * TOKENS, "c": 0, "d": 0}  # the second finds the blocks of the first
+        for request in (first, second, other):
+            allocated = SimpleNamespace(get_block_ids=lambda: (tables[request.request_id],))
+            engine.scheduler.update_state_after_alloc(
+                request, allocated, loaded[request.request_id]
+            )
+
+        def step(new: bool) -> list[bytes]:
+            computed = {"b": 2 * TOKENS, "c": 2 * TOKENS, "d": 0}
+            tokens = {name: 3 * TOKENS - done if new else 1 for name, done in computed.items()}
+            requests = [
+                SimpleNamespace(
+                    req_id=name, block_ids=(tables[name],), num_computed_tokens=computed[name]
+                )
+                for name in tables
+            ]
+            cached = SimpleNamespace(
+                req_ids=[] if new else list(tables), new_block_ids=[None] * 3,
+                num_computed_tokens=[3 * TOKENS] * 3,
+            )
+            output = SimpleNamespace(
+                scheduled_new_reqs=requests if new else [], scheduled_cached_reqs=cached,
+                num_scheduled_tokens=tokens,
+            )
+            return list(engine.scheduler.build_connector_meta(output).store.hashes)
+
+        self.assertEqual(step(True), other.block_hashes)
+        engine.scheduler.update_connector_output(SimpleNamespace(invalid_block_ids={2}))
+        self.assertEqual([step(False), step(False)], [[], []])
+
+    def test_requests_that_must_compute_their_prompt_load_nothing(self) -> None:
+        engine = self.engine()
+        prompt = [1, 2, 3]
+        engine.run(make_request("a", prompt), prompt)
+        self.stored(engine, prompt)
+        request = make_request("b", prompt)
+        request.skip_reading_prefix_cache = True
+        self.assertEqual(engine.scheduler.get_num_new_matched_tokens(request, 0), (0, False))
+
+    def remove(self, engine: Engine, hash: bytes) -> None:
+        """Removes a block of one layer from the server."""
+        handshake = engine.worker.get_handshake_metadata()
+        size = handshake.block_bytes
+        model = f"{handshake.identity}/{size * len(LAYERS)}/{len(LAYERS)}"
+        with kvtier.Client(self.server.address) as client, client.open_pages(model, size) as pages:
+            (found,) = pages.lookup([hash], [0])
+            self.assertEqual(pages.remove([found.handle]), [None])
 
     def test_what_was_not_tested_is_refused_at_the_start(self) -> None:
         for changes, message in (

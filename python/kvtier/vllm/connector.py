@@ -4,6 +4,7 @@ layer by layer."""
 from __future__ import annotations
 
 import logging
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Iterable, Sequence
@@ -150,6 +151,9 @@ class KvtierConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> KvtierMetadata:
         return self._scheduler.end_step(scheduler_output)
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.loads_failed(connector_output.invalid_block_ids or ())
+
     def request_finished(
         self, request: Any, block_ids: Sequence[int]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -178,6 +182,9 @@ class _Scheduler:
         self._lookups: dict[str, _Lookup] = {}
         self._requests: dict[str, _Request] = {}
         self._load = Transfer()
+        # Of the last step and this one. vLLM prepares a step before the result of the last one is known, not
+        # before that of the one before it.
+        self._loading: deque[set[int]] = deque([set()], maxlen=2)
 
     def close(self) -> None:
         self._store.close()
@@ -196,6 +203,8 @@ class _Scheduler:
         hashes = _hashes_of(request, end)[first:]
         if not hashes or not self._groups or computed_tokens % self._block_tokens != 0:
             return 0
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return 0  # logprobs of its prompt, or its whole embedding, are asked for
         lookup = self._lookups.get(request.request_id)
         if lookup is None or lookup.first != first:
             lookup = _Lookup(first, [each.start_contains(hashes) for each in self._groups])
@@ -222,8 +231,10 @@ class _Scheduler:
 
     def end_step(self, output: Any) -> KvtierMetadata:
         """Returns what the workers do in this step: loads of requests that were allocated for, and
-        stores of blocks that it fills."""
+        stores of blocks that it fills. Blocks behind ones that are being loaded are stored by a later
+        step: where a load fails on any worker, what was computed from it is wrong on all."""
         metadata = KvtierMetadata(load=self._load)
+        self._loading.append(set(self._load.blocks))
         self._load = Transfer()
         for each in output.scheduled_new_reqs:
             self._fill(output, metadata.store, each.req_id, each.block_ids, each.num_computed_tokens)
@@ -236,6 +247,14 @@ class _Scheduler:
                 state.blocks = list(new[0]) if resumed else state.blocks + list(new[0])
             self._fill(output, metadata.store, request, None, cached.num_computed_tokens[i])
         return metadata
+
+    def loads_failed(self, blocks: Iterable[int]) -> None:
+        """Stores nothing more of requests that hold one of these blocks, which other requests may share."""
+        failed = set(blocks)
+        if failed:
+            held = {name: each.blocks for name, each in self._requests.items()}
+            for name in [name for name, own in held.items() if not failed.isdisjoint(own)]:
+                del self._requests[name]
 
     def finished(self, request: str) -> None:
         self._requests.pop(request, None)
@@ -252,7 +271,7 @@ class _Scheduler:
             state.stored = max(state.stored, computed_tokens // self._block_tokens)
         tokens = computed_tokens + output.num_scheduled_tokens[request]
         end = min(tokens // self._block_tokens, len(state.hashes), len(state.blocks))
-        if end > state.stored:
+        if end > state.stored and all(each.isdisjoint(state.blocks) for each in self._loading):
             part = slice(state.stored, end)
             store.add(Transfer(state.hashes[part], state.blocks[part]))
             state.stored = end
