@@ -334,14 +334,16 @@ class Planes:
                 channel.timeout = timeout
                 return channel
             self._made += 1
-        made = self._make()
-        if made is not None:
-            return made
-        with self._returned:
-            self._made -= 1
-            self._ask_again = time.monotonic() + _ASK_AGAIN_AFTER
-            self._returned.notify_all()
-        return None
+        made: Channel | None = None
+        try:
+            made = self._make()
+        finally:
+            if made is None:
+                with self._returned:
+                    self._made -= 1
+                    self._ask_again = time.monotonic() + _ASK_AGAIN_AFTER
+                    self._returned.notify_all()
+        return made
 
     def _may_ask(self) -> bool:
         return self._usable and time.monotonic() >= self._ask_again

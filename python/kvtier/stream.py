@@ -28,23 +28,26 @@ class DecodeStream:
         if self._requests is None:
             self._open()
         assert self._requests is not None
-        self._requests.put(request)
-        self._watchdog.start(self._call, timeout)
         failure: ClientError | None = None
         response: attention_pb2.DecodeResponse | None = None
         try:
+            self._requests.put(request)
+            self._watchdog.start(self._call, timeout)
             response = next(self._call)
         except StopIteration:
             failure = make_error(ErrorCode.UNAVAILABLE, "the server ended the stream")
         except grpc.RpcError as error:
             failure = self._connection.error_of(error)
-        if self._watchdog.stop(self._call) and response is None:
+        finally:
+            expired = self._watchdog.stop(self._call)
+            if response is None:
+                self.close()  # also when interrupted: a later step would take the reply of this one
+        if response is not None:
+            return response
+        if expired:
             failure = make_error(
                 ErrorCode.DEADLINE_EXCEEDED, f"the step took longer than {timeout:.3g} s"
             )
-        if response is not None:
-            return response
-        self.close()
         assert failure is not None
         raise failure
 

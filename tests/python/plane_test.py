@@ -210,6 +210,18 @@ class PlaneTest(ServerTest):
         self.assertEqual(failures, [])
         self.assertLessEqual(len(self.client.planes._idle), 4)
 
+    def test_attachments_that_are_interrupted_take_no_room_of_others(self) -> None:
+        planes = self.client.planes
+        with unittest.mock.patch.object(planes, "_attach", side_effect=KeyboardInterrupt):
+            for _ in range(5):  # one more than a client has channels
+                planes._ask_again = 0.0
+                with self.assertRaises(KeyboardInterrupt):
+                    self.session.append(0, rows(1, 1), rows(1, 1))
+        planes._ask_again = 0.0
+        self.client.connection.attention = NoGrpc()
+        self.session.append(0, rows(1, 1), rows(1, 1))
+        self.client.connection.attention = self.stub
+
     def test_what_does_not_fit_is_not_sent(self) -> None:
         self.session.append(0, rows(1, 1), rows(1, 1))
         (channel,) = self.client.planes._idle

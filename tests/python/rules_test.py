@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import unittest
+import unittest.mock
 from concurrent import futures
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -245,6 +246,17 @@ class RulesTest(unittest.TestCase):
         self.set_timeout(30.0)
         session.decode(0, ROW, ROW, ROW)
         self.assertEqual(session.length(0), 1)
+
+    def test_a_step_after_one_that_was_interrupted_has_a_new_stream(self) -> None:
+        session = self.open(data_plane=False)
+        session.decode(0, ROW, ROW, ROW)
+        stream = session._steps
+        with unittest.mock.patch.object(stream, "_call") as call:
+            call.__next__.side_effect = KeyboardInterrupt
+            with self.assertRaises(KeyboardInterrupt):
+                session.decode(0, ROW, ROW, ROW)
+        request = attention_pb2.DecodeRequest(session=session.name, step=7)
+        self.assertEqual(stream.exchange(request).step, 7)
 
 
 class OptionsTest(unittest.TestCase):
