@@ -87,6 +87,8 @@ class Leased(Closing):
 def _end(
     leases: LeaseKeeper, watchdog: Watchdog, planes: Planes, connection: Connection
 ) -> None:
+    if connection.is_forked:
+        return  # its threads and sockets are those of the other process
     leases.close()
     watchdog.close()
     planes.close()

@@ -116,6 +116,7 @@ class Connection:
             (("authorization", f"Bearer {options.token}"),) if options.token else ()
         )
         self._channel = _make_channel(options)
+        self._process = os.getpid()
         self._deadline = _Deadline()
         self.sessions: Any = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self.attention: Any = attention_pb2_grpc.AttentionServiceStub(self._channel)  # type: ignore[no-untyped-call]
@@ -137,9 +138,18 @@ class Connection:
         finally:
             self._deadline.at = before
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one that made the connection."""
+        return os.getpid() != self._process
+
     def seconds_left(self) -> float:
         """Returns how long a call of this thread may take: the timeout, less within `deadline`.
-        Raises DeadlineExceededError when that has passed."""
+        Raises DeadlineExceededError when that has passed, and FailedPreconditionError in a fork of
+        the process, which has the same sockets: each would read what the other is sent."""
+        if self.is_forked:
+            message = "client: expected the process that made it, found a fork of that process"
+            raise make_error(ErrorCode.FAILED_PRECONDITION, message)
         left = self._deadline.at - time.monotonic()
         if left <= 0:
             raise make_error(ErrorCode.DEADLINE_EXCEEDED, "client: the deadline has passed")
@@ -232,7 +242,7 @@ class Watchdog:
         with self._changed:
             self._ending = True
             self._changed.notify()
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self) -> None:

@@ -222,6 +222,22 @@ class PlaneTest(ServerTest):
         self.session.append(0, rows(1, 1), rows(1, 1))
         self.client.connection.attention = self.stub
 
+    def test_forks_of_a_process_do_not_use_its_connections(self) -> None:
+        query, row = rows(1, 2), rows(1, 1)
+        self.session.append(0, row, row)
+        with unittest.mock.patch("os.getpid", return_value=os.getpid() + 1):
+            for call in (
+                lambda: self.session.append(0, row, row),
+                lambda: self.session.attend(0, query),
+                lambda: self.session.decode(0, query, row, row),
+                lambda: self.client.open(MODEL, RETRIEVAL),
+            ):
+                with self.assertRaisesRegex(kvtier.FailedPreconditionError, "found a fork"):
+                    call()
+        self.session.attend(0, query)
+        self.session.refresh()
+        self.assertEqual(self.session.length(0), 1)
+
     def test_what_does_not_fit_is_not_sent(self) -> None:
         self.session.append(0, rows(1, 1), rows(1, 1))
         (channel,) = self.client.planes._idle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import queue
 import re
 import socket
 import tempfile
@@ -371,6 +372,21 @@ class WatchdogTest(unittest.TestCase):
         self.assertTrue(watchdog.stop(late))
         self.assertFalse(watchdog.stop(in_time))
         self.assertFalse(in_time.cancelled.is_set() or ended.cancelled.is_set())
+
+    def test_may_be_closed_by_its_own_thread(self) -> None:
+        closed: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        class Call:
+            def cancel(self) -> None:
+                try:
+                    watchdog.close()
+                    closed.put(None)
+                except BaseException as failure:
+                    closed.put(failure)
+
+        watchdog = Watchdog()
+        watchdog.start(Call(), 0.0)
+        self.assertIsNone(closed.get(timeout=30.0))
 
 
 if __name__ == "__main__":
