@@ -541,6 +541,31 @@ class BadInputTest(HfTest):
         expected = model(ids[:, 90:100], past_key_values=fresh).logits
         self.assertTrue(torch.equal(found, expected))
 
+    def test_a_pass_that_is_interrupted_between_layers_is_dropped_by_the_next(self) -> None:
+        class Interrupted(BaseException):
+            pass
+
+        def interrupt(*unused: Any) -> None:
+            raise Interrupted
+
+        model = model_of("llama")
+        for length in (1, 3, 40):
+            with self.subTest(length=length):
+                cache, fresh = self.cache(model), self.cache(model)
+                past, lost, ids = tokens(18, 1, 30), tokens(19, 1, length), tokens(20, 1, 5)
+                for each in (cache, fresh):
+                    model(past, past_key_values=each)
+                hook = model.model.layers[1].mlp.register_forward_pre_hook(interrupt)
+                with self.assertRaises(Interrupted):
+                    model(lost, past_key_values=cache)
+                hook.remove()
+                message = f"found 30 to {30 + length} tokens, .* the cache now has 30,"
+                with self.assertRaisesRegex(kvtier.FailedPreconditionError, message):
+                    model(ids, past_key_values=cache)
+                self.assertEqual((cache.get_seq_length(), cache.sessions[0].length()), (30, 30))
+                found = model(ids, past_key_values=cache).logits
+                self.assertTrue(torch.equal(found, model(ids, past_key_values=fresh).logits))
+
     def test_refuses_configurations(self) -> None:
         chunked = copy.deepcopy(CONFIGS["llama"])
         chunked.layer_types = ["full_attention", "chunked_attention", "full_attention"]
@@ -561,6 +586,15 @@ class BadInputTest(HfTest):
         engine = self.cache(model_of("llama")).engine
         with self.assertRaisesRegex(kvtier.FailedPreconditionError, "expected layers 2"):
             KvtierCache(transformers.LlamaConfig(**{**SHAPE, "num_hidden_layers": 2}), engine=engine)
+        with self.assertRaisesRegex(
+            kvtier.FailedPreconditionError, "layer 0 with a window of 48 tokens .*, found 0"
+        ):
+            KvtierCache(CONFIGS["mistral"], engine=engine)
+        other = self.cache(model_of("mistral")).engine
+        with self.assertRaisesRegex(
+            kvtier.FailedPreconditionError, "layer 0 with a window of 0 tokens .*, found 48"
+        ):
+            KvtierCache(CONFIGS["llama"], engine=other)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache
 
 import kvtier
-from kvtier.config import DType, RetrievalConfig
+from kvtier.config import DType, LayerConfig, LayerMode, ModelConfig, RetrievalConfig
 from kvtier.engine_config import Backend, MemoryConfig
 from kvtier.errors import ErrorCode, FailedPreconditionError, invalid
 from kvtier.hf.layer import KvtierLayer
@@ -47,7 +47,8 @@ class KvtierCache(Cache):
     Left padding takes no room: `attention_mask` may have zeros at the beginnings of rows and
     nowhere else. `crop`, `reorder_cache`, `batch_repeat_interleave`, `batch_select_indices`,
     `reset` and `copy.deepcopy` work; copies of rows share their pages. Not for training, not
-    compileable. A pass that raises leaves the cache as it was before that pass."""
+    compileable. A pass whose attention raises leaves the cache as it was before. One that is interrupted
+    between two layers is dropped by the next, which raises `FailedPreconditionError`."""
 
     def __init__(
         self,
@@ -170,6 +171,19 @@ class KvtierCache(Cache):
                     )
         self.padding = found
 
+    def drop_part_of_pass(self) -> None:
+        """At the start of a pass, drops what one before has stored in some layers alone, since it was
+        interrupted between them, and raises: positions of the pass are already those behind it."""
+        lengths = [layer.get_seq_length() for layer in self.layers]
+        if min(lengths) == max(lengths):
+            return
+        self.truncate(min(lengths))
+        raise FailedPreconditionError(
+            ErrorCode.FAILED_PRECONDITION,
+            f"past_key_values: expected layers of one length, found {min(lengths)} to {max(lengths)} tokens, "
+            f"of a pass that was interrupted; the cache now has {min(lengths)}, as before that pass",
+        )
+
     def truncate(self, length: int) -> None:
         """Drops the tokens from position `length` on, padding counted, in every layer."""
         self._change()
@@ -263,3 +277,17 @@ def _check_fit(found: Any, expected: Any) -> None:
                 f"engine: expected {name} {getattr(expected, name)}, as the model has, "
                 f"found {getattr(found, name)}",
             )
+    for layer, (window, other) in enumerate(zip(_windows(expected), _windows(found))):
+        if window != other:
+            raise FailedPreconditionError(
+                ErrorCode.FAILED_PRECONDITION,
+                f"engine: expected layer {layer} with a window of {window} tokens (0: none), as the "
+                f"model has, found {other}",
+            )
+
+
+def _windows(model: ModelConfig) -> list[int]:
+    options = model.layer_options or (LayerConfig(),) * model.layers
+    return [
+        each.window_tokens if each.mode == LayerMode.SLIDING_WINDOW else 0 for each in options
+    ]

@@ -81,6 +81,8 @@ class KvtierLayer(CacheLayerMixin):
                 "model: expected attention implementation 'kvtier' "
                 "(model.set_attn_implementation('kvtier')), found one that does not read this cache"
             )
+        if self.is_first:
+            cache.drop_part_of_pass()
         self._take(cache, key_states, value_states)
         self._length += key_states.shape[-2]
         self._pending = (key_states, value_states)
