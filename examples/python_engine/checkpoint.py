@@ -99,7 +99,7 @@ def read_config(folder: Path) -> Config:
     fields = json.loads((folder / "config.json").read_text())
     for name, only in (("model_type", "llama"), ("hidden_act", "silu"), ("rope_scaling", None)):
         if fields.get(name) != only:
-            raise ValueError(f"config.json: {name}: expected {only}, found {fields[name]}")
+            raise ValueError(f"config.json: {name}: expected {only}, found {fields.get(name)}")
     for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
         if fields.get(name):
             raise ValueError(f"config.json: {name}: expected false, found {fields[name]}")

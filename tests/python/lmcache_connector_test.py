@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import threading
 import unittest
@@ -169,6 +170,17 @@ class ConnectorTest(ServerTest):
         self.assertEqual(len(got), 2)
         for each in got:
             each.ref_count_down()
+        self.assertEqual(process.memory.count(), 0)
+
+    def test_a_description_that_lmcache_does_not_know_is_a_miss(self) -> None:
+        process = self.process()
+        process.store([1, 3])
+        connector = process.backend.connection.getWrappedConnector()
+        name = hashlib.sha256(process.key(2).to_string().encode()).digest()
+        unknown = b"\x7f" * connector.remote_metadata_bytes
+        self.assertEqual(connector._descriptions.put([name], [unknown]).result(), [True])
+        self.assertEqual(process.load([1, 2, 3]), [True, False, True])
+        self.assertFalse(process.backend.contains(process.key(2)))
         self.assertEqual(process.memory.count(), 0)
 
     def test_models_and_workers_do_not_meet(self) -> None:

@@ -159,11 +159,11 @@ class KvtierConnector(RemoteConnector):
 
     def _describe(self, names: Sequence[bytes]) -> List[int]:
         """Returns the size of each object, 0 for one that is not there."""
-        found, read = self._start_describing(names)
-        return [
-            RemoteMetadata.deserialize(each).length if good else 0
-            for each, good in zip(found, read.result())
+        descriptions, read = self._start_describing(names)
+        found = [
+            _parse(each) if good else None for each, good in zip(descriptions, read.result())
         ]
+        return [0 if each is None else each.length for each in found]
 
     def _start_describing(self, names: Sequence[bytes]) -> tuple[List[bytearray], Future[List[bool]]]:
         descriptions = [bytearray(self.remote_metadata_bytes) for _ in names]
@@ -175,9 +175,9 @@ class KvtierConnector(RemoteConnector):
         sizes = [0] * len(names)
         there = await asyncio.wrap_future(reading)
         for i, good in enumerate(there):
-            if not good:
+            found = _parse(descriptions[i]) if good else None
+            if found is None:
                 continue
-            found = RemoteMetadata.deserialize(descriptions[i])
             objects[i] = self._memory.allocate(found.shapes, found.dtypes, found.fmt)
             if objects[i] is not None:
                 sizes[i] = found.length
@@ -203,6 +203,16 @@ class KvtierConnector(RemoteConnector):
                 each.ref_count_down()
                 objects[i] = None
         return objects
+
+
+def _parse(description: bytearray) -> Any:
+    """Returns a description of LMCache; None for one that this release does not know, as another may
+    have written it."""
+    try:
+        return RemoteMetadata.deserialize(description)
+    except (KeyError, ValueError) as failure:
+        _logger.warning("kvtier: expected a description of an object, found %s", failure)
+        return None
 
 
 def _let_go(loading: asyncio.Future[list[Any]]) -> None:
