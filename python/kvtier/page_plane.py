@@ -49,12 +49,15 @@ def read(
 
 
 def write(
-    channel: Channel, lease: str, pages: Sequence[tuple[str, NDArray[np.uint8]]]
-) -> list[frames.PageOutcome]:
+    channel: Channel,
+    lease: str,
+    pages: Sequence[tuple[str, NDArray[np.uint8]]],
+    outcomes: list[frames.PageOutcome],
+) -> None:
     """Writes and commits reserved pages, as far as they fit into the staging region; the server sums
-    them. Returns outcomes of the first pages."""
+    them. Adds outcomes of the first pages to `outcomes`, which is empty, batch by batch, so that those
+    before one that fails are known."""
     staging = channel.staging
-    outcomes: list[frames.PageOutcome] = []
     while len(outcomes) < len(pages):
         placed: list[tuple[bytes, int, int]] = []
         at = 0
@@ -72,4 +75,3 @@ def write(
         if len(answered) != len(placed):
             raise frames.FrameError(f"expected {len(placed)} outcomes, found {len(answered)}")
         outcomes.extend(answered)
-    return outcomes

@@ -242,7 +242,7 @@ class RemotePages(Leased):
         pages = [(handle, data[i]) for handle, i in zip(handles, fresh)]
         answered: list[frames.PageOutcome] = []
         self._planes.with_pages(
-            lambda channel: answered.extend(page_plane.write(channel, self._name, pages))
+            lambda channel: page_plane.write(channel, self._name, pages, answered)
         )
         existed: list[int] = []
         for handle, i, outcome in zip(handles, list(fresh), answered):

@@ -6,12 +6,14 @@ import gc
 import struct
 import threading
 import unittest
+import unittest.mock
 from typing import Any
 
 import kvtier
 import numpy as np
 from kvtier import frames
 from kvtier.arena import Arena
+from kvtier.data_plane import Channel
 from server import ServerTest
 
 PAGE = 40_000  # bytes, no multiple of anything
@@ -272,6 +274,29 @@ class SharedPagesTest(ServerTest):
                     assert isinstance(found, np.ndarray), found
                     np.testing.assert_array_equal(found, expected)
             session.close()
+
+    def test_pages_before_a_connection_that_ends_are_stored_once(self) -> None:
+        size = 1 << 20
+        exchange = Channel.exchange
+        writes = 0
+
+        def cut(channel: Channel, type: int, control: bytes, flags: int = 0) -> Any:
+            nonlocal writes
+            writes += type == frames.WRITE_PAGES
+            if writes == 2:
+                channel.broken = True
+                raise kvtier.UnavailableError(kvtier.ErrorCode.UNAVAILABLE, "cut")
+            return exchange(channel, type, control, flags)
+
+        puts = [kvtier.PagePut(digest(s), 0, page(s, size)) for s in range(20)]
+        with (
+            kvtier.Client(self.server.address) as client,
+            client.open_pages("cut", size) as pages,
+            unittest.mock.patch.object(Channel, "exchange", cut),
+        ):
+            outcomes = pages.put(puts)
+        self.assertEqual(writes, 2)  # the rest goes over gRPC
+        self.assertEqual([type(each) for each in outcomes], [kvtier.FoundPage] * len(puts))
 
 
 class ArenaTest(unittest.TestCase):
