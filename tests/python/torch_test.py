@@ -214,6 +214,7 @@ class DecodeRowsTest(TorchTest):
             (r"key: expected \[batch, heads.*2 sessions, found shape", (query, key[:1], value)),
             ("query: expected float32, float16 or bfloat16", (query.double(), key, value)),
             ("value: expected a tensor without gradient", (query, key, value.clone().requires_grad_())),
+            ("value: expected a tensor without negative bit", (query, key, torch._neg_view(value))),
             ("key: expected a tensor on the CPU", (query, key.to("meta"), value)),
             (r"keys: expected \[tokens, 4, 64\]", (query, key[:, :2], value)),
             ("values: expected last stride 1", (query, key, sparse)),
@@ -224,6 +225,9 @@ class DecodeRowsTest(TorchTest):
                     engine.decode_rows(0, sessions, *given)
         with self.assertRaisesRegex(kvtier.FailedPreconditionError, "one call at a time"):
             engine.decode_rows(0, [sessions[0]] * 2, query, key, value)
+        rows = key[0].transpose(0, 1)
+        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "values: .* without negative bit"):
+            sessions[0].append(0, rows, torch._neg_view(rows))
         self.assertEqual([session.length(0) for session in sessions], [0, 0])
         sessions[1].close()
         with self.assertRaisesRegex(kvtier.FailedPreconditionError, "session: expected an open one"):

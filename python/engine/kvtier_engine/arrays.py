@@ -22,6 +22,14 @@ _DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 _torch_dtypes: dict[Any, int] = {}
 
 
+def _check_stored(name: str, tensor: Array) -> None:
+    """Refuses tensors of torch that are not what their memory says."""
+    if tensor.requires_grad:
+        raise invalid(f"{name}: expected a tensor without gradient, found one that requires it")
+    if tensor.is_neg():
+        raise invalid(f"{name}: expected a tensor without negative bit (resolve_neg), found one with it")
+
+
 def torch_fields(name: str, tensor: Array, device: Any) -> tuple[int, int, Any, Any]:
     """Returns address, number of the dtype, shape and strides of a tensor of torch on `device`."""
     if not _torch_dtypes:
@@ -30,8 +38,7 @@ def torch_fields(name: str, tensor: Array, device: Any) -> tuple[int, int, Any, 
     code = _torch_dtypes.get(tensor.dtype)
     if code is None:
         raise invalid(f"{name}: expected float32, float16 or bfloat16, found {tensor.dtype}")
-    if tensor.requires_grad:
-        raise invalid(f"{name}: expected a tensor without gradient, found one that requires it")
+    _check_stored(name, tensor)
     if tensor.device != device or not (tensor.is_cuda or tensor.is_cpu):
         raise invalid(
             f"{name}: expected a tensor on the CPU or a CUDA device, that of the query, found one "
@@ -46,8 +53,7 @@ def native(name: str, array: Optional[Array]) -> Optional[Array]:
     if isinstance(array, np.ndarray):
         return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
     if array is not None and _is_torch(array):
-        if array.requires_grad:
-            raise invalid(f"{name}: expected a tensor without gradient, found one that requires it")
+        _check_stored(name, array)
         if array.device.type not in ("cpu", "cuda"):
             raise invalid(
                 f"{name}: expected a tensor on the CPU or a CUDA device, found one on {array.device}"
