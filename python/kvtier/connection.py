@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence, TypeVar
 
@@ -62,7 +62,7 @@ class ClientOptions:
     #: "unix:PATH" or "tcp:HOST:PORT".
     server: str
     #: Names the tenant, where the server knows tenants by token.
-    token: str = ""
+    token: str = field(default="", repr=False)
     #: Files in PEM, all three for TCP: the CA of the server, the client's certificate and key.
     tls_server_ca: str = ""
     tls_certificate: str = ""

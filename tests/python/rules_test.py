@@ -20,7 +20,7 @@ import grpc
 import kvtier
 import numpy as np
 from google.rpc import error_details_pb2, status_pb2
-from kvtier.connection import Watchdog, delay_before
+from kvtier.connection import ClientOptions, Watchdog, delay_before
 from kvtier.errors import Details, FieldViolation, make_error
 from kvtier.v1 import (
     admin_pb2,
@@ -280,6 +280,10 @@ class OptionsTest(unittest.TestCase):
         with self.assertRaisesRegex(kvtier.NotFoundError, "readable file, found /nowhere"):
             kvtier.Client("tcp:localhost:1", **files)  # type: ignore[arg-type]
         self.assertEqual(threading.active_count(), before)
+
+    def test_a_token_is_in_no_text(self) -> None:
+        options = ClientOptions("unix:/x", token="secret")
+        self.assertNotIn("secret", f"{options} {options!r}")
 
     def test_messages_have_all_that_a_configuration_has(self) -> None:
         config = kvtier.RetrievalConfig(sparsity=20.0, plane_kind=kvtier.PlaneKind.ORTHOGONAL)
