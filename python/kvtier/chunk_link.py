@@ -35,25 +35,26 @@ class ChunkLink:
             opened.close()  # another thread has opened one meanwhile
         return lease
 
-    def pin(self, model: str, hash: bytes, handles: list[str]) -> None:
+    def pin(self, kind: str, hash: bytes, handles: list[str]) -> None:
+        """Takes note of a pin. `kind`: which chunks have such hashes and handles."""
         with self._changing:
-            self._pins[model, hash].append(handles)
+            self._pins[kind, hash].append(handles)
 
-    def unpin(self, model: str, hash: bytes) -> list[str]:
+    def unpin(self, kind: str, hash: bytes) -> list[str]:
         """Returns the handles of one pin, which is not counted any more."""
         with self._changing:
-            pins = self._pins.get((model, hash))
+            pins = self._pins.get((kind, hash))
             if pins is None:
                 return []
             handles = pins.pop()
             if not pins:
-                del self._pins[model, hash]
+                del self._pins[kind, hash]
             return handles
 
-    def pinned(self, model: str, hashes: Sequence[bytes]) -> list[list[str] | None]:
+    def pinned(self, kind: str, hashes: Sequence[bytes]) -> list[list[str] | None]:
         """Returns of each hash the handles of a pin."""
         with self._changing:
-            pins = [self._pins.get((model, each)) for each in hashes]
+            pins = [self._pins.get((kind, each)) for each in hashes]
             return [each[-1] if each else None for each in pins]
 
     def end(self) -> None:

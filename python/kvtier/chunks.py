@@ -296,6 +296,11 @@ class ChunkGroup:
             return error
         return None
 
+    @property
+    def _locks(self) -> str:
+        """Names what is locked: the parts of these chunks, which one segment alone has fewer of."""
+        return f"{self._model}/{self._layers.start}-{self._layers.stop}"
+
     def _pages(self, link: ChunkLink) -> RemotePages:
         return link.pages(self._model, self._part_bytes)
 
@@ -334,7 +339,7 @@ class ChunkGroup:
         self, link: ChunkLink, hashes: Sequence[bytes], views: Sequence[NDArray[np.uint8]]
     ) -> list[bool]:
         pages = self._pages(link)
-        found = link.pinned(self._model, hashes)
+        found = link.pinned(self._locks, hashes)
         unpinned = [i for i, handles in enumerate(found) if handles is None]
         for i, parts in zip(unpinned, pages.find([hashes[i] for i in unpinned], self._layers)):
             found[i] = None if parts is None else [part.handle for part in parts]
@@ -353,11 +358,11 @@ class ChunkGroup:
         found = self._pages(link).find(hashes, self._layers, pin=True)
         for each, parts in zip(hashes, found):
             if parts is not None:
-                link.pin(self._model, each, [part.handle for part in parts])
+                link.pin(self._locks, each, [part.handle for part in parts])
         return [parts is not None for parts in found]
 
     def _unlock(self, link: ChunkLink, hashes: Sequence[bytes]) -> None:
-        handles = [handle for each in hashes for handle in link.unpin(self._model, each)]
+        handles = [handle for each in hashes for handle in link.unpin(self._locks, each)]
         size = _BATCH_PAGES
         for first in range(0, len(handles), size):
             self._pages(link).unpin(handles[first : first + size])

@@ -120,6 +120,20 @@ class ChunksTest(ServerTest, ChunkCase):
         with self.assertRaisesRegex(kvtier.InvalidArgumentError, "divisor of 10, .* found 3"):
             store.group("segments", 10, 3)
 
+    def test_a_segment_is_read_whichever_is_locked(self) -> None:
+        size = 1000
+        group = self.store(self.server).group("locked segments", 2 * size, 2)
+        data = [chunk(n, size) for n in range(2)]
+        self.assertEqual(group.put([key(1)], data).result(PATIENCE), [True])
+        segments = [group.segment(i) for i in range(2)]
+        into = np.zeros(size, np.uint8)
+        for locked in (group, *segments):
+            self.assertEqual(locked.lock([key(1)]).result(PATIENCE), [True])
+            for segment, expected in zip(segments, data):
+                self.assertEqual(segment.get([key(1)], [into]).result(PATIENCE), [True])
+                np.testing.assert_array_equal(into, expected)
+            locked.unlock([key(1)]).result(PATIENCE)
+
     def test_keys_of_any_length_differ(self) -> None:
         group = self.store(self.server).group("lengths", 8)
         keys = [b"", b"\0", b"\0\0", b"k" * 64, b"k" * 65, b"k" * 1000]
