@@ -342,6 +342,7 @@ PageSlot& TenantPages::take(std::uint64_t length) {
 void TenantPages::write(PageLease& lease, std::string_view handle, std::uint64_t offset,
                         std::span<const std::byte> bytes) {
   Lock lock(mutex_);
+  if (own_at(lease, handle) != nullptr) return;
   PageSlot& page = reserved_at(lease, handle);
   if (offset != page.written) {
     throw ServiceError::invalid("offset", std::to_string(page.written), std::to_string(offset));

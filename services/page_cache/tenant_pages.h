@@ -35,7 +35,8 @@ class TenantPages {
   [[nodiscard]] PageInfo reserve(PageLease& lease, const BlobKey& key);
   /// Writes the next bytes of a reserved page; `offset` is where those before ended. The bytes are
   /// read once. Throws INVALID_ARGUMENT for others, FAILED_PRECONDITION (NOT_RESERVED) for a page
-  /// that is not reserved by this lease, ABORTED (PAGE_BUSY) while another call writes.
+  /// that is not reserved by this lease, ABORTED (PAGE_BUSY) while another call writes. A page that
+  /// this lease has committed stays as it is: a client whose reply was lost writes it again.
   void write(PageLease& lease, std::string_view handle, std::uint64_t offset,
              std::span<const std::byte> bytes);
   /// Makes a wholly written page visible and immutable. With `crc` that differs from the server's

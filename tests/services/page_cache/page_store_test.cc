@@ -112,8 +112,17 @@ TEST_F(PageStoreTest, CommitRepeatedAnswersTheSame) {
   const PageInfo info = put("a", 1);
   EXPECT_EQ(lease_->pages.commit(*lease_, info.handle).handle, info.handle);
   EXPECT_EQ(lease_->pages.commit(*lease_, info.handle, bytes_of(2)).crc32c, info.crc32c);
+  lease_->pages.write(*lease_, info.handle, 0, bytes_of(2));
+  EXPECT_EQ(lease_->pages.commit(*lease_, info.handle).crc32c, info.crc32c);
   EXPECT_EQ(get(alpha_, info.handle), bytes_of(1));
   EXPECT_EQ(store_->stats().pages_committed, 1U);
+  const auto second = open(alpha_);
+  EXPECT_EQ(reason_of([&] {
+              second->pages.write(*second, info.handle, 0, bytes_of(2));
+              return 0;
+            }),
+            "NOT_RESERVED")
+      << "of another lease";
 }
 
 TEST_F(PageStoreTest, RefusesBytesThatDoNotMakeAPage) {
@@ -139,7 +148,6 @@ TEST_F(PageStoreTest, RefusesBytesThatDoNotMakeAPage) {
   }
   EXPECT_EQ(write(kPageBytes - 1, 1), "OK");
   EXPECT_EQ(reason_of([&] { return lease_->pages.commit(*lease_, info.handle); }), "OK");
-  EXPECT_EQ(write(0, 1), "NOT_RESERVED");
 }
 
 TEST_F(PageStoreTest, RefusesAWrongChecksumAndTakesTheBytesAnew) {
