@@ -145,7 +145,9 @@ Session* Engine::open(std::int64_t capacity_tokens, const std::vector<std::int32
 }
 
 void Engine::set_quota(const std::string& tenant, std::optional<std::size_t> page_bytes) {
-  open_engine()->set_quota(tenant, page_bytes.value_or(std::numeric_limits<std::size_t>::max()));
+  const std::shared_ptr<kvtier::Engine> engine = open_engine();
+  const nb::gil_scoped_release release;  // a call that has the engine may wait for the GIL, to log
+  engine->set_quota(tenant, page_bytes.value_or(std::numeric_limits<std::size_t>::max()));
 }
 
 void Engine::decode(int layer, const nb::list& items, Stream stream) {
