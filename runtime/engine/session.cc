@@ -21,7 +21,8 @@ template <typename Take>
 bool take_by_eviction(EngineState& engine, transfer::Stream& stream, PagePool& pool,
                       std::int64_t count, Take take) {
   // Fail early: even evicting everything would not free `count` frames.
-  if (pool.has_tiers() && static_cast<std::size_t>(count) > pool.num_movable()) return false;
+  const std::size_t most = pool.has_tiers() ? pool.num_movable() : pool.num_frames();
+  if (count > static_cast<std::int64_t>(most)) return false;
   while (!take()) {
     if (pool.evict(stream, static_cast<std::size_t>(count)) > 0) continue;
     if (!engine.prefixes.evict_one(stream)) return false;

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <span>
 #include <string>
@@ -238,6 +239,20 @@ TEST_P(PrefixTest, PagesInNeedPushTheLeastRecentPrefixOut) {
   holder.attend(0, x.attend_inputs(), x.outputs(true));
   alone.attend(0, y.attend_inputs(), y.outputs(true));
   EXPECT_TRUE(x.same_results(y));
+}
+
+TEST_P(PrefixTest, AnAppendOfMoreThanThereIsLeavesStoredPrefixes) {
+  Config config = this->config();
+  config.memory.host_bytes = std::size_t{20} * 16 * 512;  // 20 pages, ten of each layer
+  Engine engine(config);
+  const Ids ids = iota(64);
+  open_with(engine, ids).publish(ids);
+  Session session = engine.open();
+  const std::optional<Error> error =
+      error_of([&] { append_random(session, config.model, 0, 21 * 16, 1); });
+  ASSERT_TRUE(error.has_value());
+  EXPECT_EQ(error->code(), ErrorCode::kResourceExhausted);
+  EXPECT_EQ(attached(engine, ids), 64);
 }
 
 TEST_P(PrefixTest, IdsThatCannotBeAreErrorsThatChangeNothing) {
