@@ -119,9 +119,7 @@ class Decoding {
  public:
   Decoding(const TierSettings& settings, const Workloads& workloads, int sessions,
            std::int64_t steps, Memory memory)
-      : folder_(settings.folder),
-        workloads_(workloads),
-        engine_(config(settings, sessions, steps, memory)) {
+      : folder_(settings.folder), workloads_(workloads), engine_(config(sessions, steps, memory)) {
     constexpr std::int64_t kPiece = 2048;
     std::vector<std::uint16_t> keys, values;
     for (int i = 0; i < sessions; ++i) {
@@ -169,8 +167,7 @@ class Decoding {
   [[nodiscard]] Stats::Cumulative counted() const { return engine_.stats().cumulative; }
 
  private:
-  [[nodiscard]] Config config(const TierSettings& settings, int sessions, std::int64_t steps,
-                              Memory memory) const {
+  [[nodiscard]] Config config(int sessions, std::int64_t steps, Memory memory) const {
     Config config;
     config.backend = Backend::kCpu;
     config.model = {
