@@ -46,6 +46,7 @@ if ((prepare)); then exit 0; fi
 copy=$(mktemp -d) # building leaves files behind
 trap 'rm -rf "$copy"' EXIT
 cp -r python "$copy"
+rm -rf "$copy/python/build" # of an earlier release, which setuptools would install
 "$venv/bin/python" -m pip install --quiet --force-reinstall --no-deps "$copy/python"
 
 if [[ -z ${KVTIER_BINARY:-} ]]; then
