@@ -58,6 +58,7 @@ rm -f "$out"/*.whl
 copy=$(mktemp -d) # building leaves files behind
 trap 'rm -rf "$copy"' EXIT
 cp -r python "$copy"
+rm -rf "$copy/python/build" # of an earlier release, which setuptools would install
 "$tools/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$out" "$copy/python"
 
 say "kvtier-engine"
