@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <iterator>
 #include <sstream>
 #include <utility>
 
@@ -159,7 +158,6 @@ std::vector<RetrievalConfig> presets_or_lists(const RetrievalOptions& options,
     RetrievalConfig retrieval = name == "socket" ? RetrievalConfig::socket() : RetrievalConfig{};
     retrieval.sink_tokens = options.shared.sink_tokens;
     retrieval.recent_tokens = options.shared.recent_tokens;
-    retrieval.seed = options.shared.seed;
     result.push_back(retrieval);
   }
   return result;
@@ -249,14 +247,8 @@ std::vector<Method> make_methods(const RetrievalOptions& options,
   if (std::find(sparsities.begin(), sparsities.end(), 0.0) != sparsities.end()) {
     methods.push_back({.dense = true, .sparsity = 1.0, .retrieval = {}});
   }
-  std::vector<RetrievalConfig> selectors;
-  for (const std::uint64_t seed : options.seeds) {
-    adjusted.shared.seed = seed;
-    std::vector<std::string> again;
-    std::ranges::move(presets_or_lists(adjusted, selectors.empty() ? left_out : again),
-                      std::back_inserter(selectors));
-  }
-  for (const RetrievalConfig& retrieval : selectors) {
+  const std::vector<RetrievalConfig> selectors = presets_or_lists(adjusted, left_out);
+  const auto add = [&](const RetrievalConfig& retrieval) {
     for (const double sparsity : sparsities) {
       if (sparsity == 0.0) continue;
       if (!(std::isfinite(sparsity) && sparsity >= 1.0)) {
@@ -269,6 +261,12 @@ std::vector<Method> make_methods(const RetrievalOptions& options,
                          .sparsity = sparsity,
                          .retrieval = retrieval,
                          .label = label_of(retrieval, options)});
+    }
+  };
+  for (const std::uint64_t seed : options.seeds) {
+    for (RetrievalConfig retrieval : selectors) {
+      retrieval.seed = seed;
+      add(retrieval);
     }
   }
   return methods;
