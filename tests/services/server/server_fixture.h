@@ -39,6 +39,10 @@ class ServerTest : public ::testing::Test {
   }
   void start(ServerOptions options) { server_ = std::make_unique<Server>(std::move(options)); }
   void start() { start(options()); }
+  /// Whether the last call gives back what it has counted: its task is destroyed after its reply.
+  [[nodiscard]] bool gives_all_bytes_back() const {
+    return kvtier::testing::eventually([&] { return server_->core().inflight_bytes() == 0; });
+  }
 
   std::filesystem::path folder_;
   std::unique_ptr<Server> server_;

@@ -162,8 +162,7 @@ TEST_F(StreamTest, CancelledStreamsLeaveNothingInFlight) {
   const std::vector<std::int64_t> stored = lengths(name);
   EXPECT_LE(stored[0], 200);
   server_->drain(std::chrono::milliseconds(0));  // ends whatever is still on its way
-  // A call is counted until its task is destroyed, which is after its reply.
-  EXPECT_TRUE(kvtier::testing::eventually([&] { return server_->core().inflight_bytes() == 0; }));
+  EXPECT_TRUE(gives_all_bytes_back());
 }
 
 TEST_F(StreamTest, ExpiredDeadlineStoresNothing) {
@@ -271,8 +270,7 @@ TEST_F(StreamTest, DrainUnderLoadFailsCallsOnlyInWaysThatMayBeRepeated) {
   server_->drain(std::chrono::seconds(20));
 
   for (std::thread& thread : threads) thread.join();
-  // A call is counted until its task is destroyed, which is after its reply.
-  EXPECT_TRUE(kvtier::testing::eventually([&] { return server_->core().inflight_bytes() == 0; }));
+  EXPECT_TRUE(gives_all_bytes_back());
 }
 
 TEST_F(StreamTest, SecondServerOnTheSameSocketIsRefused) {
