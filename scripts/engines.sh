@@ -43,10 +43,9 @@ if [[ ! -e $ready ]]; then
 fi
 "$venv/bin/python" -m pip install --quiet --no-deps "vllm==$vllm"
 if ((prepare)); then exit 0; fi
-copy=$(mktemp -d) # building leaves files behind
+copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-cp -r python "$copy"
-rm -rf "$copy/python/build" # of an earlier release, which setuptools would install
+copy_python "$copy"
 "$venv/bin/python" -m pip install --quiet --force-reinstall --no-deps "$copy/python"
 
 if [[ -z ${KVTIER_BINARY:-} ]]; then

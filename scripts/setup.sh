@@ -19,6 +19,13 @@ export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
 
 say() { printf '\n== %s\n' "$*"; }
 
+# copy_python DIR: the client's sources, to be built there, since building leaves files behind. Not those of an earlier
+# build, which setuptools would install where they are newer.
+copy_python() {
+  cp -r python "$1"
+  rm -rf "$1/python/build"
+}
+
 # need_packages PACKAGE...: installs with apt those that are missing. KVTIER_SKIP_SETUP=1 takes the machine as
 # it is.
 need_packages() {

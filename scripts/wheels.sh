@@ -55,10 +55,9 @@ fi
 
 say "kvtier"
 rm -f "$out"/*.whl
-copy=$(mktemp -d) # building leaves files behind
+copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-cp -r python "$copy"
-rm -rf "$copy/python/build" # of an earlier release, which setuptools would install
+copy_python "$copy"
 "$tools/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$out" "$copy/python"
 
 say "kvtier-engine"
