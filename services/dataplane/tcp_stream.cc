@@ -76,7 +76,7 @@ class AsioStream : public ByteStream {
   }
   std::ptrdiff_t try_write(std::span<const iovec> /*pieces*/,
                            std::span<const int> /*descriptors*/) override {
-    return 0;  // an SSL object serves one thread at a time
+    return 0;  // the executor writes: an SSL object serves one thread at a time
   }
   void close() override {
     error_code ignored;

@@ -1,9 +1,9 @@
 #pragma once
 
+#include "services/base/stop_wait.h"
+
 #include <chrono>
-#include <condition_variable>
 #include <cstdlib>
-#include <mutex>
 #include <stop_token>
 #include <thread>
 
@@ -15,11 +15,7 @@ class Watchdog {
  public:
   Watchdog(std::chrono::milliseconds time, int exit_code)
       : thread_([time, exit_code](const std::stop_token& over) {
-          std::mutex mutex;
-          std::unique_lock lock(mutex);
-          std::condition_variable_any wake;
-          const auto is_over = [&over] { return over.stop_requested(); };
-          if (!wake.wait_for(lock, over, time, is_over)) std::_Exit(exit_code);
+          if (!wait_for_stop(over, time)) std::_Exit(exit_code);
         }) {}
 
  private:

@@ -5,6 +5,7 @@
 #include "services/base/executor.h"
 #include "services/base/http2_limits.h"
 #include "services/base/listener.h"
+#include "services/base/stop_wait.h"
 #include "services/metrics/core_metrics.h"
 #include "services/metrics/http_server.h"
 #include "services/metrics/plane_metrics.h"
@@ -31,7 +32,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <mutex>
 #include <stop_token>
 #include <thread>
@@ -349,11 +349,7 @@ class Server::Impl {
   }
 
   void sweep_every_second(const std::stop_token& ending) {
-    std::mutex mutex;
-    std::unique_lock lock(mutex);
-    std::condition_variable_any wake;
-    const auto is_ending = [&ending] { return ending.stop_requested(); };
-    while (!wake.wait_for(lock, ending, std::chrono::seconds(1), is_ending)) {
+    while (!wait_for_stop(ending, std::chrono::seconds(1))) {
       sweep(std::chrono::steady_clock::now());
     }
   }
