@@ -233,12 +233,16 @@ class VllmConnectorTest(ServerTest):
         self.remove(engine, request.block_hashes[1])
         self.assertEqual(engine.run(request, prompt), (3 * TOKENS, {1}))
 
-    def test_what_is_computed_from_blocks_that_did_not_come_is_not_stored(self) -> None:
+    def stored_prefix(self) -> tuple[Engine, list[int], Any]:
+        """Returns an engine that has stored three blocks, a prompt that begins with them, and its request."""
         engine = self.engine()
         prompt = [1, 2, 3, 4, 5, 6, 7]
         engine.run(make_request("a", prompt[:3]), prompt[:3])
         self.stored(engine, prompt[:3])
-        request = make_request("b", prompt)
+        return engine, prompt, make_request("b", prompt)
+
+    def test_what_is_computed_from_blocks_that_did_not_come_is_not_stored(self) -> None:
+        engine, prompt, request = self.stored_prefix()
         self.assertEqual(engine.matched(request), 3 * TOKENS)
         self.remove(engine, request.block_hashes[1])
         engine.stores.clear()
@@ -246,11 +250,7 @@ class VllmConnectorTest(ServerTest):
         self.assertEqual(engine.stores, [[]] * 4)
 
     def test_what_is_computed_behind_loaded_blocks_is_stored_once_they_have_come(self) -> None:
-        engine = self.engine()
-        prompt = [1, 2, 3, 4, 5, 6, 7]
-        engine.run(make_request("a", prompt[:3]), prompt[:3])
-        self.stored(engine, prompt[:3])
-        request = make_request("b", prompt)
+        engine, prompt, request = self.stored_prefix()
         engine.stores.clear()
         self.assertEqual(engine.run(request, prompt, steps=4), (3 * TOKENS, set()))
         hashes = request.block_hashes
