@@ -51,13 +51,16 @@ inline constexpr int kStageBits = 5;
 class BlockExchange {
  public:
   /// Reads the group's epoch: all launches before must be done with the group, and `next_epoch` not
-  /// called.
+  /// called. All threads; ends with a barrier, so that all have read it before the block posts: it
+  /// changes when every block has.
   __device__ BlockExchange(const FilterArgs& args, std::int64_t group_index, unsigned rank_,
                            unsigned blocks_)
       : box(args.filter.mailboxes[group_index]),
         rank(rank_),
         blocks(blocks_),
-        tag_((__ldcg(&box.epoch) + 1) << kStageBits) {}
+        tag_((__ldcg(&box.epoch) + 1) << kStageBits) {
+    __syncthreads();
+  }
 
   __device__ void post(TaggedWord* to, std::uint32_t stage, std::uint32_t value) const {
     const TaggedWord word = TaggedWord{tag_ | stage} << 32 | value;

@@ -99,7 +99,6 @@ __global__ __launch_bounds__(kFusedThreads,
   if (!input.after_append) transfer::cuda::wait_for_previous();
   const BlockExchange peers(args, std::int64_t{query_index} * args.request.kv.kv_heads + kv_head,
                             rank, shape.blocks);
-  __syncthreads();  // all have read the epoch, which changes when every block has posted
   FusedRing ring(args, kv_head, shape, chunks,
                  reinterpret_cast<std::byte*>(norms + kFusedWarps * kFusedUnit));
   const bool attends = attention.tiles > 0;

@@ -197,7 +197,6 @@ __global__ __launch_bounds__(kFusedThreads + kAppendRoom, 1) void select_collisi
   if (!input.after_append) transfer::cuda::wait_for_previous();
   const BlockExchange peers(args, std::int64_t{query_index} * args.request.kv.kv_heads + kv_head,
                             rank, shape.blocks);
-  __syncthreads();  // all have read the epoch, which changes when every block has posted
   TileReader reader(args, kv_head);
   const FusedShare started =
       prepare<kHeads>(args, input, shape, query_index, kv_head, peers, reader,
