@@ -312,6 +312,32 @@ __device__ inline void merge_share(const attention::OutputItem& item, int group,
   }
 }
 
+/// Counts the rows of a query; one thread of each of its groups calls it. Each count that crosses
+/// the link takes a microsecond, so where the numbers of the groups differ, the last one has their
+/// sum.
+__device__ inline void count_attended(const FilterArgs& args, const FusedRows& rows,
+                                      int query_index, int kv_head) {
+  constexpr int kGroupBit = 48;
+  const SelectRequest& request = args.request;
+  if (request.flags == nullptr) return;
+  const auto heads = static_cast<unsigned long long>(request.kv.kv_heads);
+  auto selected = static_cast<unsigned long long>(rows.count - rows.num_static);
+  if (request.params.threshold > 0.0F) {
+    const std::int64_t first_group = std::int64_t{query_index} * request.kv.kv_heads;
+    unsigned long long& sum = args.filter.mailboxes[first_group].rows_selected;
+    const unsigned long long through = atomicAdd(&sum, 1ULL << kGroupBit | selected) + selected;
+    if (through >> kGroupBit != heads - 1) return;
+    selected = through & ((1ULL << kGroupBit) - 1);
+    sum = 0;
+  } else {
+    if (kv_head != 0) return;
+    selected *= heads;
+  }
+  transfer::cuda::raise(&request.flags->rows_selected, selected);
+  transfer::cuda::raise(&request.flags->rows_resident,
+                        selected + heads * static_cast<unsigned long long>(rows.num_static));
+}
+
 /// Attends to the always-attended tokens of a group and those that its blocks have chosen. All
 /// threads; begins with a barrier, after which `memory` may not be used for anything else.
 template <typename T>
@@ -333,6 +359,10 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
   }
   transfer::cuda::copy_async_wait<0>();  // sketches of a query from which nothing is chosen
   __syncthreads();                       // the memory is free
+  // The last block has the fewest rows.
+  if (peers.rank + 1 == peers.blocks && threadIdx.x == kFusedThreads - 1) {
+    count_attended(args, rows, query_index, kv_head);
+  }
   const int blocks = static_cast<int>(peers.blocks);
   const int each = (rows.count + blocks - 1) / blocks;
   const int first = min(static_cast<int>(peers.rank) * each, rows.count);
@@ -354,22 +384,11 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
   merge_share(attention.targets.outputs[query_index], group, kv_head, peers, parts);
 }
 
-/// Counts the rows of all groups of a query. One thread of the query.
-__device__ inline void count_attended(const SelectRequest& request, const FusedRows& rows) {
-  if (request.flags == nullptr) return;
-  const auto heads = static_cast<std::uint64_t>(request.kv.kv_heads);
-  transfer::cuda::raise(&request.flags->rows_selected,
-                        heads * static_cast<std::uint64_t>(rows.count - rows.num_static));
-  transfer::cuda::raise(&request.flags->rows_resident,
-                        heads * static_cast<std::uint64_t>(rows.count));
-}
-
-/// `attend_chosen` in the format of the pages; one block counts the rows.
+/// `attend_chosen` in the format of the pages.
 __device__ inline void attend_query(const FilterArgs& args, const FusedInput& input,
                                     const FusedAttention& attention, const BlockExchange& peers,
                                     const FusedRows& rows, int query_index, int kv_head,
                                     std::int64_t group_index, std::byte* memory) {
-  if (peers.rank == 0 && kv_head == 0 && threadIdx.x == 0) count_attended(args.request, rows);
   if (args.request.kv.dtype == DType::kFloat16) {
     attend_chosen<__half>(args, input, attention, peers, rows, query_index, kv_head, group_index,
                           memory);

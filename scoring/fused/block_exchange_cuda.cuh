@@ -31,9 +31,12 @@ struct alignas(256) Mailbox {
   /// first KV head. The groups of a query have equal epochs, for all of them are in a launch or
   /// none.
   std::uint32_t bad_epoch;
+  /// Of the groups of a query that have counted in a launch, and above it their number; in the box
+  /// of the first KV head, 0 between launches.
+  unsigned long long rows_selected;
   /// Projections of the heads, or two chances for each.
   alignas(16) TaggedWord products[kMostProducts];
-  alignas(16) TaggedWord sums[kFusedBlocks][kFusedHeads][2];
+  alignas(16) TaggedWord sums[kFusedBlocks][kMaxGroup][2];
   /// Of every other round: counts of bins, one or, in the first half, two in a word.
   alignas(16) TaggedWord counts[2][kFusedBlocks][kFusedBins];
   alignas(16) TaggedWord lists[kFusedBlocks][kFusedList];

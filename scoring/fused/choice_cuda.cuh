@@ -91,11 +91,20 @@ struct FusedWindow {
   }
 };
 
-/// Turns scores into keys, 0 for tokens that are not eligible, and counts them in `shared.bins`.
-/// `keys` may be the norms of `scores`. All threads.
-template <int kQuads>
-__device__ void write_keys(const ScoreParams& params, const FusedWork& work,
-                           const FusedScores& scores, FusedShared& shared, std::uint32_t* keys) {
+/// The least key of a token that an error target selects: a priority of p / u, where p is the mean
+/// of the heads' shares.
+__device__ inline std::uint32_t least_key_of(const ScoreParams& params, int group) {
+  const float least_sum = params.threshold * static_cast<float>(group);
+  return __float_as_uint(fmaxf(least_sum, kLeastSum)) | 0x80000000U;
+}
+
+/// Turns scores into keys, 0 for tokens that are not eligible or, if kBounded, below `least_key`,
+/// and counts the others in `shared.bins`. Returns how many of them the thread has. `keys` may be
+/// the norms of `scores`. All threads.
+template <int kQuads, bool kBounded>
+__device__ unsigned write_keys(const ScoreParams& params, const FusedWork& work,
+                               const FusedScores& scores, std::uint32_t least_key,
+                               FusedShared& shared, std::uint32_t* keys) {
   constexpr int kHeads = 4 * kQuads;
   const FusedPriorities priorities(params, work.kv_head);
   const float weight = params.weighting == ValueWeighting::kLogit ? 1.0F : 0.0F;
@@ -106,6 +115,7 @@ __device__ void write_keys(const ScoreParams& params, const FusedWork& work,
     factors[h] = shared.factors[h];
     references[h] = shared.references[h];
   }
+  unsigned counted = 0;
   // A thread takes the four tokens of a lane quad.
 #pragma unroll 1
   for (int quad = static_cast<int>(threadIdx.x); quad < work.count / 4; quad += kFusedThreads) {
@@ -141,10 +151,16 @@ __device__ void write_keys(const ScoreParams& params, const FusedWork& work,
       }
       own[row] = __float_as_uint(__fdividef(sum, uniform)) | 0x80000000U;
       if (!(sum >= kLeastSum)) own[row] = low_key<kQuads>(sums, row, norm, uniform, shared);
+      if (kBounded && own[row] < least_key) {
+        own[row] = 0;
+        continue;
+      }
+      ++counted;
       atomicAdd(&shared.bins[first_bin_of<ShareBins>(own[row])], 1U);
     }
     reinterpret_cast<uint4*>(keys)[quad] = make_uint4(own[0], own[1], own[2], own[3]);
   }
+  return counted;
 }
 
 /// Tells all the block's counts, and finds the bin that has the `wanted`-th best token of the
@@ -418,17 +434,68 @@ __device__ FusedCut find_best(const FilterArgs& args, const FusedWork& work,
   }
 }
 
-/// Chooses among the keys of all tokens of the group and writes what is chosen. `posted`: as of
-/// `write_chosen`.
+/// Posts the block's count of chosen tokens; returns that of all blocks of the group, and adds
+/// those of earlier ones to `shared.chosen_before`. All threads; begins and ends with a barrier.
+__device__ inline std::uint32_t exchange_counts(unsigned of_thread, int round,
+                                                const BlockExchange& peers, FusedShared& shared) {
+  std::uint32_t own = 0;
+  (void)block_exclusive_sum(of_thread, &own);
+  if (peers.alone()) return own;
+  auto& counts = peers.box.counts[round & 1];
+  const std::uint32_t stage = kFirstRoundStage + static_cast<std::uint32_t>(round);
+  const unsigned lane = threadIdx.x % 32;
+  if (threadIdx.x < 32) {
+    if (lane == 0) peers.post_pair(&counts[peers.rank][0], stage, own, 0);
+    uint2 of_block[1];
+    const bool has = lane < peers.blocks;
+    peers.fetch<1>(&counts[has ? lane : 0][0], 0, has ? 1 : 0, stage, of_block);
+    const unsigned total = __reduce_add_sync(kFullWarp, of_block[0].x);
+    const unsigned earlier = __reduce_add_sync(kFullWarp, lane < peers.rank ? of_block[0].x : 0);
+    if (lane == 0) {
+      shared.count = total;
+      shared.chosen_before = earlier;
+    }
+  }
+  __syncthreads();
+  return shared.count;
+}
+
+/// Takes all tokens whose keys are not 0, or the `plan.k` best where there are more: of an error
+/// target, after keys below `least_key` have become 0. Advances `round`. Returns how many. All
+/// threads.
+template <typename Bins, typename Exchange>
+__device__ std::uint32_t choose_bounded(const FilterArgs& args, const FusedWork& work,
+                                        const BlockExchange& peers, std::uint32_t least_key,
+                                        unsigned counted, int& round, std::uint32_t* keys,
+                                        Exchange& exchange, FusedCut& cut, FusedShared& shared) {
+  const auto most = static_cast<std::uint32_t>(work.plan.k);
+  const std::uint32_t total = exchange_counts(counted, round++, peers, shared);
+  if (threadIdx.x == 0) shared.cut = least_key;
+  if (total <= most) return total;
+  if (threadIdx.x == 0) shared.chosen_before = 0;
+  cut = find_best<Bins>(args, work, peers, round, keys, exchange, shared);
+  return most;
+}
+
+/// Writes the `chosen` tokens of the group with keys above that of `cut`, and their number.
+/// `posted`: as of `ChosenTokens`.
+__device__ inline void write_choice(const FilterArgs& args, const FusedWork& work,
+                                    const BlockExchange& peers, const FusedCut& cut,
+                                    std::int64_t chosen, const std::uint32_t* keys,
+                                    TaggedWord* posted, FusedShared& shared) {
+  write_chosen(args, work, peers, cut.cut, cut.before, keys, posted, shared);
+  if (peers.rank == 0 && threadIdx.x == 0) {
+    args.selection.counts[work.group_index] = static_cast<std::int32_t>(chosen);
+  }
+}
+
+/// Chooses among the keys of all tokens of the group and writes what is chosen.
 template <typename Bins>
 __device__ void choose_best(const FilterArgs& args, const FusedWork& work,
                             const BlockExchange& peers, std::uint32_t* keys, TaggedWord* posted,
                             FusedExchange& exchange, FusedShared& shared) {
   const FusedCut found = find_best<Bins>(args, work, peers, 0, keys, exchange, shared);
-  write_chosen(args, work, peers, found.cut, found.before, keys, posted, shared);
-  if (peers.rank == 0 && threadIdx.x == 0) {
-    args.selection.counts[work.group_index] = static_cast<std::int32_t>(work.plan.k);
-  }
+  write_choice(args, work, peers, found, work.plan.k, keys, posted, shared);
 }
 
 }  // namespace kvtier::scoring::cuda

@@ -194,16 +194,18 @@ struct PackedNorms {
 struct FusedWork {
   QueryPlan plan;
   std::int64_t group_index;
+  int query_index;
   int kv_head;
   int first_token;
   int count;  // of the block's tokens, in whole units
   int begin;  // of the eligible ones among them
   int end;
 
-  __device__ FusedWork(const FilterArgs& args, int query_index, int kv_head_, unsigned rank,
+  __device__ FusedWork(const FilterArgs& args, int query_index_, int kv_head_, unsigned rank,
                        unsigned blocks)
-      : plan(plan_of_query(args, query_index)),
-        group_index(std::int64_t{query_index} * args.request.kv.kv_heads + kv_head_),
+      : plan(plan_of_query(args, query_index_)),
+        group_index(std::int64_t{query_index_} * args.request.kv.kv_heads + kv_head_),
+        query_index(query_index_),
         kv_head(kv_head_) {
     const FusedShare share(plan.begin, plan.end, rank, blocks);
     first_token = share.first * kFusedUnit;
@@ -239,12 +241,14 @@ __device__ inline void count_scored(const FilterArgs& args, const QueryPlan& pla
   }
 }
 
-/// Scores the block's tokens to `scores`, and fills `queries.warp_sums`. A lane has one head of
-/// each quad. `factors` is of the heads in whole quads.
+/// Scores the block's tokens to `scores`, and fills `queries.warp_sums` with their sums and
+/// `others`: lane h has what is added to head h. A lane has one head of each quad. `factors` is of
+/// the heads in whole quads.
 template <int kQuads, int kChunks, int kBits>
 __device__ void score_tokens(const ScoreParams& params, FusedRing& ring, const FusedWork& work,
                              int chunks, const float* factors, const FusedScores& scores,
-                             FusedNorms* norms_memory, FusedQueries& queries) {
+                             FusedNorms* norms_memory, FusedQueries& queries,
+                             const FusedSum* others) {
   static_assert(kFusedUnit == 2 * kFusedTile);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -328,6 +332,10 @@ __device__ void score_tokens(const ScoreParams& params, FusedRing& ring, const F
       const float sum = __shfl_xor_sync(kFullWarp, totals[quad].sum, distance);
       totals[quad].add(most, sum);
     }
+    if (others != nullptr) {
+      totals[quad].add(__shfl_sync(kFullWarp, others->most, quad * 4 + lane % 4),
+                       __shfl_sync(kFullWarp, others->sum, quad * 4 + lane % 4));
+    }
     if (lane < 4) queries.warp_sums[warp][quad * 4 + lane] = {totals[quad].most, totals[quad].sum};
   }
 }
@@ -344,7 +352,8 @@ __device__ inline FusedSum sum_lanes(FusedSum total) {
 }
 
 /// The block's sum for a head. A whole warp, after a barrier.
-__device__ inline FusedSum sum_of_block(const FusedQueries& queries, int head) {
+template <typename Queries>
+__device__ FusedSum sum_of_block(const Queries& queries, int head) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   FusedSum total;
   if (lane < kFusedWarps) {
@@ -359,27 +368,35 @@ __device__ inline float normaliser(const FusedSum& total) {
   return total.sum > 0.0F ? total.most + __log2f(total.sum) : 0.0F;
 }
 
+/// Adds up what the blocks of the group have for a head. A whole warp; all lanes get the same.
+__device__ inline FusedSum sum_of_group(const FusedSum& of_block, const BlockExchange& peers,
+                                        int head) {
+  if (peers.alone()) return of_block;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  static_assert(kFusedBlocks <= 32);
+  auto& sums = peers.box.sums;
+  if (lane == 0) {
+    peers.post_pair(sums[peers.rank][head], kSumsStage, __float_as_uint(of_block.most),
+                    __float_as_uint(of_block.sum));
+  }
+  uint2 bits[1];
+  const bool has = static_cast<unsigned>(lane) < peers.blocks;
+  peers.fetch<1>(sums[has ? lane : 0][head], 0, has ? 1 : 0, kSumsStage, bits);
+  FusedSum total;
+  if (has) total = {__uint_as_float(bits[0].x), __uint_as_float(bits[0].y)};
+  return sum_lanes(total);
+}
+
 /// Exchanges the parts of the normalisers: fills `shared.references`, for heads past the group with
 /// infinity. All threads; begins and ends with a barrier.
 __device__ inline void exchange_sums(const FusedQueries& queries, const BlockExchange& peers,
                                      int group, int heads, FusedShared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32;
-  static_assert(kFusedWarps >= kMaxGroup && kFusedBlocks <= 32);
+  static_assert(kFusedWarps >= kMaxGroup);
   __syncthreads();  // the sums of all warps are there, and no warp uses the ring any more
   if (head < group) {
-    FusedSum total = sum_of_block(queries, head);
-    auto& sums = peers.box.sums;
-    if (lane == 0) {
-      peers.post_pair(sums[peers.rank][head], kSumsStage, __float_as_uint(total.most),
-                      __float_as_uint(total.sum));
-    }
-    uint2 bits[1];
-    const bool has = static_cast<unsigned>(lane) < peers.blocks;
-    peers.fetch<1>(sums[has ? lane : 0][head], 0, has ? 1 : 0, kSumsStage, bits);
-    total = {};
-    if (has) total = {__uint_as_float(bits[0].x), __uint_as_float(bits[0].y)};
-    total = sum_lanes(total);
+    const FusedSum total = sum_of_group(sum_of_block(queries, head), peers, head);
     if (lane == 0) shared.references[head] = normaliser(total);
   } else if (head < heads && lane == 0) {
     shared.references[head] = INFINITY;

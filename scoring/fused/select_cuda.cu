@@ -4,6 +4,7 @@
 #include "scoring/fused/launch_cuda.cuh"
 #include "scoring/fused/scores_cuda.cuh"
 #include "scoring/fused/select_cuda.cuh"
+#include "scoring/fused/static_cuda.cuh"
 #include "scoring/fused/tables_cuda.cuh"
 #include "transfer/device/cuda_check.h"
 #include "transfer/device/launch_cuda.cuh"
@@ -55,16 +56,25 @@ __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
 }
 
 /// Everything up to `queries.warp_sums`. All threads; no barrier at the end.
-template <int kQuads, int kChunks, int kBits>
+template <int kQuads, int kChunks, int kBits, bool kBounded>
 __device__ void score_share(const FilterArgs& args, const FusedShape& shape, const FusedWork& work,
-                            unsigned rank, const FusedShare& started, FusedRing& ring,
-                            const float* factors, const FusedScores& scores, FusedNorms* norms,
-                            FusedQueries& queries) {
+                            const BlockExchange& peers, const FusedShare& started, FusedRing& ring,
+                            const FusedTables& tables, const float* factors,
+                            const FusedScores& scores, FusedNorms* norms, FusedQueries& queries) {
   const ScoreParams& params = args.request.params;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
-  const FusedShare share(work.plan.begin, work.plan.end, rank, shape.blocks);
+  const FusedShare share(work.plan.begin, work.plan.end, peers.rank, shape.blocks);
   if (!shape.early || !(share == started)) ring.start(work.plan.blocks, share);
-  score_tokens<kQuads, kChunks, kBits>(params, ring, work, chunks, factors, scores, norms, queries);
+  if constexpr (kBounded) {
+    const FusedSum others = static_sum(args, work.query_index, work.kv_head, true, peers,
+                                       tables.queries[0], FusedTables::kPitch);
+    __syncthreads();  // no warp reads the queries any more: scores take their place
+    score_tokens<kQuads, kChunks, kBits>(params, ring, work, chunks, factors, scores, norms,
+                                         queries, &others);
+  } else {
+    score_tokens<kQuads, kChunks, kBits>(params, ring, work, chunks, factors, scores, norms,
+                                         queries, nullptr);
+  }
 }
 
 #endif
@@ -73,8 +83,9 @@ __device__ void score_share(const FilterArgs& args, const FusedShape& shape, con
 // shared memory: norms of the block's tokens, which become keys, their sums, the ring. The blocks
 // exchange projections of the queries, parts of the normalisers, counts by bins, keys of the last
 // bin, and the numbers of chosen tokens; each waits for all the others' part before it posts the
-// next. Then they attend, if that is wanted.
-template <int kQuads, int kChunks, int kBits>
+// next. Then they attend, if that is wanted. kBounded: with an error target, under which the blocks
+// exchange the numbers of tokens that it selects, and search only where these are more than k.
+template <int kQuads, int kChunks, int kBits, bool kBounded>
 __global__ __launch_bounds__(kFusedThreads,
                              1) void select_fused(const __grid_constant__ FilterArgs args,
                                                   const __grid_constant__ FusedInput input,
@@ -102,9 +113,9 @@ __global__ __launch_bounds__(kFusedThreads,
   FusedRing ring(args, kv_head, shape, chunks,
                  reinterpret_cast<std::byte*>(norms + kFusedWarps * kFusedUnit));
   const bool attends = attention.tiles > 0;
-  const FusedShare started =
-      prepare<kBits>(args, input, shape, query_index, kv_head, chunks, peers, ring,
-                     *reinterpret_cast<FusedTables*>(dynamic), queries, shared.factors, !attends);
+  auto& tables = *reinterpret_cast<FusedTables*>(dynamic);
+  const FusedShare started = prepare<kBits>(args, input, shape, query_index, kv_head, chunks, peers,
+                                            ring, tables, queries, shared.factors, !attends);
   const FusedWork work(args, query_index, kv_head, rank, shape.blocks);
   if (rank == 0 && threadIdx.x == 0) count_scored(args, work.plan, kv_head, work.group_index);
   if (attends) {
@@ -112,13 +123,25 @@ __global__ __launch_bounds__(kFusedThreads,
     prefetch_pages(args, query_index, work.plan.end);
   }
   if (!work.empty()) {  // as all of the group
-    score_share<kQuads, kChunks, kBits>(args, shape, work, rank, started, ring, shared.factors,
-                                        scores, norms, queries);
+    score_share<kQuads, kChunks, kBits, kBounded>(args, shape, work, peers, started, ring, tables,
+                                                  shared.factors, scores, norms, queries);
     exchange_sums(queries, peers, group, 4 * kQuads, shared);
-    write_keys<kQuads>(args.request.params, work, scores, shared, keys);
+    const ScoreParams& params = args.request.params;
+    const std::uint32_t least_key = kBounded ? least_key_of(params, group) : 0;
+    const unsigned counted =
+        write_keys<kQuads, kBounded>(params, work, scores, least_key, shared, keys);
     TaggedWord* const posted = attends ? posted_ids(args, work.group_index) : nullptr;
-    choose_best<ShareBins>(args, work, peers, keys, posted,
-                           *reinterpret_cast<FusedExchange*>(after), shared);
+    auto& exchange = *reinterpret_cast<FusedExchange*>(after);
+    if constexpr (kBounded) {
+      FusedCut cut;
+      int round = 0;
+      const std::uint32_t chosen = choose_bounded<ShareBins>(args, work, peers, least_key, counted,
+                                                             round, keys, exchange, cut, shared);
+      write_choice(args, work, peers, cut, chosen, keys, posted, shared);
+      if (threadIdx.x == 0) rows.count = rows.num_static + static_cast<int>(chosen);
+    } else {
+      choose_best<ShareBins>(args, work, peers, keys, posted, exchange, shared);
+    }
   }
   if (attends) {
     attend_query(args, input, attention, peers, rows, query_index, kv_head, work.group_index,
@@ -129,18 +152,19 @@ __global__ __launch_bounds__(kFusedThreads,
 
 using SelectKernel = void (*)(FilterArgs, FusedInput, FusedAttention, FusedShape);
 
+template <bool kBounded>
 SelectKernel fused_kernel(const ScoreParams& params, int group) {
   const int chunks = sign_chunks(params);
   const int bits = params.weight_bits();
   if (fused_quads(group) == 2) {
-    return bits <= 4 ? select_fused<2, 0, 4> : select_fused<2, 0, 8>;
+    return bits <= 4 ? select_fused<2, 0, 4, kBounded> : select_fused<2, 0, 8, kBounded>;
   }
   if (chunks == 2) {
-    if (bits <= 4) return select_fused<1, 2, 4>;
-    return bits <= 6 ? select_fused<1, 2, 6> : select_fused<1, 2, 8>;
+    if (bits <= 4) return select_fused<1, 2, 4, kBounded>;
+    return bits <= 6 ? select_fused<1, 2, 6, kBounded> : select_fused<1, 2, 8, kBounded>;
   }
-  if (bits > 4) return select_fused<1, 0, 8>;
-  return chunks == 1 ? select_fused<1, 1, 4> : select_fused<1, 0, 4>;
+  if (bits > 4) return select_fused<1, 0, 8, kBounded>;
+  return chunks == 1 ? select_fused<1, 1, 4, kBounded> : select_fused<1, 0, 4, kBounded>;
 }
 
 /// Whether weights and sums fit the arrays and words that they are exchanged and kept in.
@@ -194,7 +218,7 @@ std::int64_t fused_parts_words(std::int64_t groups, int group) {
 
 bool plan_fused(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
   const std::int64_t groups = std::int64_t{shape.kv_heads} * shape.num_queries;
-  if (shape.params.estimator != Estimator::kNormAware || shape.params.threshold > 0.0F ||
+  if (shape.params.estimator != Estimator::kNormAware || !static_readable(shape) ||
       !one_set(shape) || shape.group > kFusedHeads || !fused_weights_fit(shape.params) ||
       groups > kFusedParts) {
     return false;
@@ -210,7 +234,9 @@ void enqueue_fused(cudaStream_t stream, const FilterArgs& args, const SelectionP
   const FusedInput input = fused_input(request);
   int bytes = plan.bytes;
   const FusedAttention attention = fused_attention(request, bytes);
-  const SelectKernel kernel = fused_kernel(request.params, request.kv.group());
+  const SelectKernel kernel = request.params.threshold > 0.0F
+                                  ? fused_kernel<true>(request.params, request.kv.group())
+                                  : fused_kernel<false>(request.params, request.kv.group());
   allow_shape(kernel, most_bytes());
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(request.query_batch.count));

@@ -20,10 +20,11 @@ struct FusedInput {
 struct FusedTables {
   static constexpr int kMaxHeadDim = 256;
   static constexpr int kPad = 4;  ///< Heads in different banks.
+  static constexpr int kPitch = kMaxHeadDim + kPad;
   /// Room for the block's planes, or the first of many.
   static constexpr int kPlaneBytes = 16 * 1024;
 
-  alignas(16) float queries[kFusedHeads][kMaxHeadDim + kPad];
+  alignas(16) float queries[kFusedHeads][kPitch];
   alignas(16) std::byte planes[kPlaneBytes];
   alignas(16) float products[kFusedHeads * kFusedChunks * hashing::kChunkBits];
   std::uint32_t largest[kFusedHeads];  ///< Bits of the largest magnitude of a head.

@@ -29,7 +29,8 @@ SelectionPlan plan_selection(const SelectShape& shape, const DeviceLimits& devic
   }
   const bool counts = params.threshold == 0.0F;
   if (may_exchange && (plan_fused(shape, device, plan) || plan_soft(shape, device, plan))) {
-    plan.reads_queries = plan.k_known = true;
+    plan.reads_queries = true;
+    plan.k_known = counts;
     plan.attends = may_attend(shape);
   } else if (may_exchange && stream_serves(shape)) {
     plan_stream(shape, device, plan);

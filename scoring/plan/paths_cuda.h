@@ -64,6 +64,12 @@ struct FilterArgs {
   return shape.params.selection == Selection::kPerKvHead || shape.group == 1;
 }
 
+/// Whether the rows of always-attended tokens, of which an error target needs the exact mass, are
+/// of 16 bits each. Of rows in int8 that have no copies in 16 bits, `row_address` knows nothing.
+[[nodiscard]] inline bool static_readable(const SelectShape& shape) {
+  return shape.params.threshold == 0.0F || !shape.int8_rows || shape.fp16_sinks;
+}
+
 /// Norm-aware selections per KV head of which all scores fit in shared memory, in one kernel
 /// (fused/select_cuda.cuh). Writes the plan and returns true if it serves a shape.
 [[nodiscard]] bool plan_fused(const SelectShape& shape, const DeviceLimits& device,

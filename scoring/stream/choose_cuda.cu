@@ -1,6 +1,7 @@
 #include "scoring/fused/attention_cuda.cuh"
 #include "scoring/fused/choice_cuda.cuh"
 #include "scoring/fused/launch_cuda.cuh"
+#include "scoring/fused/static_cuda.cuh"
 #include "scoring/stream/collisions_cuda.cuh"
 #include "scoring/stream/recall_cuda.cuh"
 #include "scoring/stream/stream_cuda.h"
@@ -20,81 +21,30 @@ struct ChoiceShape {
 #if defined(KVTIER_HAS_CLUSTERS)
 
 /// Adds the masses of the always-attended tokens to base-2 logarithms of sums, of each head; each
-/// times its value norm, if `with_values`, as the weighting says. All threads; begins and ends with
-/// a barrier. `memory`: room for the group's queries and the warps' sums.
-__device__ void add_static(const FilterArgs& args, int query_index, int kv_head, bool with_values,
-                           float* memory, float* log_sums) {
-  const SelectRequest& request = args.request;
-  const transfer::KvGeometry& kv = request.kv;
+/// times its value norm, if `weighted`, as the weighting says. All threads; begins and ends with a
+/// barrier. `memory`: room for the group's queries.
+__device__ void add_static(const FilterArgs& args, const FusedWork& work,
+                           const BlockExchange& peers, bool weighted, float* memory,
+                           StreamQueries& queries, float* log_sums) {
+  const transfer::KvGeometry& kv = args.request.kv;
   const int group = kv.group();
-  const auto thread = static_cast<int>(threadIdx.x);
-  const int warp = thread / 32;
-  const int lane = thread % 32;
-  float* const queries = memory;
-  auto* const sums = reinterpret_cast<float2*>(memory + kMaxGroup * FusedTables::kMaxHeadDim);
-  const std::int64_t first_head = std::int64_t{query_index} * kv.query_heads + kv_head * group;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const float* const from =
+      args.request.queries + work.group_index * group * std::int64_t{kv.head_dim};
   __syncthreads();
-  for (int i = thread; i < group * kv.head_dim; i += kFusedThreads) {
-    queries[i] = request.queries[first_head * kv.head_dim + i];
+  for (int i = static_cast<int>(threadIdx.x); i < group * kv.head_dim; i += kFusedThreads) {
+    memory[i] = from[i];
   }
   __syncthreads();  // the queries are there
-  const transfer::QueryToken& query = request.query_batch[query_index];
-  const transfer::SequenceView& sequence = request.sequences[query.sequence];
-  const transfer::AttendedSpans spans =
-      transfer::attended_spans(request.rule, sequence.counters->length, query);
-  const std::byte* const* blocks = request.sketches[query.sequence];
-  const std::int64_t resident_begin = sequence.counters->resident_begin;
-#pragma unroll 1
-  for (int head = 0; head < group; ++head) {
-    LogSum mine;
-#pragma unroll 1
-    for (std::int64_t i = thread; i < spans.num_static(); i += kFusedThreads) {
-      const std::int64_t token = i < spans.sink_end ? i : spans.tail_begin + i - spans.sink_end;
-      const auto* key = reinterpret_cast<const uint4*>(
-          transfer::row_address(kv, sequence, resident_begin, kv_head, token));
-      float product = 0.0F;
-#pragma unroll 4
-      for (int x = 0; x < kv.head_dim / kPiece; ++x) {
-        const uint4 piece = key[x];
-        const unsigned pairs[4] = {piece.x, piece.y, piece.z, piece.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 two = transfer::cuda::widen_pair(pairs[j], kv.dtype);
-          const float2 q =
-              *reinterpret_cast<const float2*>(queries + head * kv.head_dim + x * kPiece + 2 * j);
-          product = fmaf(q.x, two.x, fmaf(q.y, two.y, product));
-        }
-      }
-      float logit = product * request.params.logit_scale;
-      if (with_values && request.params.weighting != ValueWeighting::kNone) {
-        logit += logf(load_norms(request.sketch, blocks[token / hashing::kBlockTokens], kv_head,
-                                 static_cast<int>(token % hashing::kBlockTokens))
-                          .value);
-      }
-      if (isfinite(logit)) mine.add(logit);
-    }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      LogSum other = of_other_lane(mine, distance);
-      // The same order of both in every lane.
-      if ((lane & distance) != 0) {
-        other.merge(mine);
-        mine = other;
-      } else {
-        mine.merge(other);
-      }
-    }
-    if (lane == 0) sums[head * kFusedWarps + warp] = make_float2(mine.max, mine.sum);
-  }
+  const FusedSum own =
+      static_sum(args, work.query_index, work.kv_head, weighted, peers, memory, kv.head_dim);
+  if (lane < kMaxGroup) queries.warp_sums[warp][lane] = {own.most, own.sum};
   __syncthreads();  // the sums of all warps are there
-  if (thread < group) {
-    FusedSum total;
-    if (log_sums[thread] > -INFINITY) total.add(log_sums[thread], 1.0F);
-    for (int w = 0; w < kFusedWarps; ++w) {
-      const float2 of_warp = sums[thread * kFusedWarps + w];
-      if (of_warp.y > 0.0F) total.add(of_warp.x * kLog2E, of_warp.y);
-    }
-    log_sums[thread] = total.sum > 0.0F ? normaliser(total) : -INFINITY;
+  if (warp < group) {
+    FusedSum total = sum_of_group(sum_of_block(queries, warp), peers, warp);
+    if (log_sums[warp] > -INFINITY) total.add(log_sums[warp], 1.0F);
+    if (lane == 0) log_sums[warp] = total.sum > 0.0F ? normaliser(total) : -INFINITY;
   }
   __syncthreads();
 }
@@ -323,45 +273,18 @@ __device__ FusedCut find_listed(const FilterArgs& args, const FusedWork& work,
                                              memory.exchange, shared);
 }
 
-/// Posts the block's count of chosen tokens; returns that of all blocks of the group, and adds
-/// those of earlier ones to `shared.chosen_before`. All threads; begins and ends with a barrier.
-__device__ std::uint32_t exchange_counts(unsigned of_thread, int round, const BlockExchange& peers,
-                                         FusedShared& shared) {
-  std::uint32_t own = 0;
-  (void)block_exclusive_sum(of_thread, &own);
-  if (peers.alone()) return own;
-  auto& counts = peers.box.counts[round & 1];
-  const std::uint32_t stage = kFirstRoundStage + static_cast<std::uint32_t>(round);
-  const unsigned lane = threadIdx.x % 32;
-  if (threadIdx.x < 32) {
-    if (lane == 0) peers.post_pair(&counts[peers.rank][0], stage, own, 0);
-    uint2 of_block[1];
-    const bool has = lane < peers.blocks;
-    peers.fetch<1>(&counts[has ? lane : 0][0], 0, has ? 1 : 0, stage, of_block);
-    const unsigned total = __reduce_add_sync(kFullWarp, of_block[0].x);
-    const unsigned earlier = __reduce_add_sync(kFullWarp, lane < peers.rank ? of_block[0].x : 0);
-    if (lane == 0) {
-      shared.count = total;
-      shared.chosen_before = earlier;
-    }
-  }
-  __syncthreads();
-  return shared.count;
-}
-
 /// Finds how many of the best tokens reach a recall target, and what the missed mass is made from.
 /// Advances `round`. All threads; ends with a barrier.
 template <typename Kernel>
 __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& work,
-                                    const StreamParts& parts, int query_index,
-                                    const KeyError& error, const BlockExchange& peers, int& round,
-                                    ChoiceMemory& memory, const StreamQueries& queries,
-                                    RecallShared& recall, FusedShared& shared) {
+                                    const StreamParts& parts, const KeyError& error,
+                                    const BlockExchange& peers, int& round, ChoiceMemory& memory,
+                                    StreamQueries& queries, RecallShared& recall,
+                                    FusedShared& shared) {
   const int group = args.request.kv.group();
   const std::int64_t eligible = work.plan.end - work.plan.begin;
   if (threadIdx.x < kFusedHeads) recall.statics[threadIdx.x] = -INFINITY;
-  add_static(args, query_index, work.kv_head, false, reinterpret_cast<float*>(&memory),
-             recall.statics);
+  add_static(args, work, peers, false, reinterpret_cast<float*>(&memory), queries, recall.statics);
   weigh_heads(args, work, peers.rank, queries, recall);
   auto count = static_cast<std::uint32_t>(work.plan.k);
   if (args.recall.missed > 0.0 && count > 0) {
@@ -396,9 +319,9 @@ __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& wor
 /// chosen.
 template <bool kRecall, typename Kernel>
 __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts& parts,
-                      int query_index, const BlockExchange& peers, TaggedWord* posted,
-                      ChoiceMemory& memory, StreamQueries& queries,
-                      [[maybe_unused]] RecallShared* recall, FusedShared& shared) {
+                      const BlockExchange& peers, TaggedWord* posted, ChoiceMemory& memory,
+                      StreamQueries& queries, [[maybe_unused]] RecallShared* recall,
+                      FusedShared& shared) {
   using Keys = typename Kernel::Keys;
   const ScoreParams& params = args.request.params;
   const int group = args.request.kv.group();
@@ -410,14 +333,14 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
   const ApproximateKeys approximate(args, work);
   add_parts(args, parts, counts, shared);
   if (bounded) {
-    add_static(args, query_index, work.kv_head, true, reinterpret_cast<float*>(&memory),
+    add_static(args, work, peers, true, reinterpret_cast<float*>(&memory), queries,
                shared.references);
   }
   const KeyError error = key_error(group, queries, shared);
   int rounds = 0;
   if constexpr (kRecall) {
-    work.plan.k = find_count<Kernel>(args, work, parts, query_index, error, peers, rounds, memory,
-                                     queries, *recall, shared);
+    work.plan.k = find_count<Kernel>(args, work, parts, error, peers, rounds, memory, queries,
+                                     *recall, shared);
     if (work.plan.k < eligible) {
       add_counts(sum_counts<false>(args, parts), shared);
       __syncthreads();  // the counts of all blocks of the pass are there
@@ -439,19 +362,15 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
   const unsigned counted = write_exact_keys<false, Kernel>(args, work, found, least_key, queries,
                                                            nullptr, nullptr, memory, shared);
   auto chosen = static_cast<std::uint32_t>(work.plan.k);
-  bool all = false;
-  if (bounded) {
-    const std::uint32_t total = exchange_counts(counted, rounds++, peers, shared);
-    all = total <= chosen;
-    if (all) chosen = total;
-    __syncthreads();  // all threads have the count
-    if (threadIdx.x == 0) {
-      shared.cut = least_key;
-      if (!all) shared.chosen_before = 0;
-    }
-  }
   FusedCut cut;
-  if (!all) cut = find_listed<Keys>(args, work, peers, rounds, found, memory, shared);
+  if (bounded) {
+    FusedWork listed = work;
+    listed.count = found.padded();
+    chosen = choose_bounded<typename Keys::ExactBins>(
+        args, listed, peers, least_key, counted, rounds, found.keys, memory.exchange, cut, shared);
+  } else {
+    cut = find_listed<Keys>(args, work, peers, rounds, found, memory, shared);
+  }
   write_listed(args, work, peers, cut, found, posted, shared);
   if (peers.rank == 0 && threadIdx.x == 0) {
     args.selection.counts[work.group_index] = static_cast<std::int32_t>(chosen);
@@ -544,8 +463,8 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
       chosen =
           choose_values<Kernel::kHeads>(args, work, parts, peers, posted, memory, queries, shared);
     } else {
-      chosen = choose<kRecall, Kernel>(args, work, parts, query_index, peers, posted, memory,
-                                       queries, recall, shared);
+      chosen = choose<kRecall, Kernel>(args, work, parts, peers, posted, memory, queries, recall,
+                                       shared);
     }
     if (attends && threadIdx.x == 0) rows.count = rows.num_static + chosen;
   }
@@ -564,12 +483,9 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
 bool stream_serves(const SelectShape& shape) {
   const ScoreParams& params = shape.params;
   if (params.estimator == Estimator::kSoftCollision) return stream_serves_collisions(shape);
-  // Of rows in int8 that have no copies in 16 bits, `row_address` knows nothing.
-  const bool reads_static = params.threshold > 0.0F;
-  const bool readable = !shape.int8_rows || shape.fp16_sinks;
   return params.estimator == Estimator::kNormAware && params.query_bits > 0 && one_set(shape) &&
          params.weight_bits() <= kFusedMostBits && sign_chunks(params) <= kFusedChunks &&
-         (readable || !reads_static);
+         static_readable(shape);
 }
 
 bool stream_serves_recall(const SelectShape& shape) {

@@ -1,6 +1,8 @@
 #include "runtime/priority_fixture.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstdint>
 #include <utility>
 #include <vector>
 
@@ -70,7 +72,8 @@ class PriorityAttendTest : public PriorityTest {
           biases.push_back(static_cast<double>(picked.biases[picked.at(token, set) + i]));
         }
         const oracle::Attention expected = oracle::attend_with_biases(
-            query.row(token, head), stored.of(head / group), tokens, biases, 0.125);
+            query.row(token, head), stored.of(head / group), tokens, biases,
+            1.0 / std::sqrt(static_cast<double>(model.head_dim)));
         const std::vector<float> out = found.out.row(token, head);
         EXPECT_LE(oracle::relative_error(out, expected.out), tolerance(GetParam()))
             << "query " << token << ", head " << head;
@@ -142,6 +145,42 @@ TEST_P(PriorityAttendTest, ManySelectedTokensOfALongSessionMerge) {
       expect_attended(session, config.model, query, retrieval, few, of_few);
       // More ids may be given, so the rows may be split otherwise.
       expect_near(of_few, attend(session, config.model, query, retrieval, &few));
+    }
+  }
+}
+
+// Heads of 128 and KV on the device: kernels that select attend too, and only they know how many.
+TEST_P(PriorityAttendTest, CountsTheRowsThatAnErrorTargetTakesOfEachKvHead) {
+  for (const int query_bits : {4, 8}) {
+    for (const int group : {1, 8}) {
+      for (const double error_target : {0.05, 0.3}) {
+        SCOPED_TRACE(::testing::Message()
+                     << query_bits << " bits, " << group << " heads a group, " << error_target);
+        RetrievalConfig retrieval = priority_estimators()[0];
+        retrieval.query_bits = query_bits;
+        retrieval.error_target = error_target;
+        retrieval.top_k = 150;  // fewer than .05 takes
+        Config config = config_of(retrieval, group);
+        config.model.head_dim = 128;
+        config.memory.placement = KvPlacement::kDevice;
+        Engine engine(config);
+        Session session = engine.open();
+        append_random(session, config.model, 0, 2600, 3);  // for three blocks
+        const HostTensor query = queries(config.model, 1, 4);
+        const Picked picked = pick(session, config.model, query, retrieval);
+        std::uint64_t selected = 0;
+        for (std::int64_t token = 0; token < query.tokens(); ++token) {
+          for (int head = 0; head < config.model.kv_heads; ++head) {
+            selected += picked.ids.ids(token, head).size();
+          }
+        }
+        const Stats before = engine.stats();
+        const Results results = attend(session, config.model, query, retrieval);
+        const Stats after = engine.stats();
+        EXPECT_EQ(after.cumulative.rows_selected - before.cumulative.rows_selected, selected);
+        expect_attended(session, config.model, query, retrieval, picked, results);
+        if (HasFailure()) return;
+      }
     }
   }
 }

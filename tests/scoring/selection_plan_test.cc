@@ -113,12 +113,16 @@ TEST_F(SelectionPlanTest, KeepsValuesOnChipOrAKeyOfEachToken) {
 
 TEST_F(SelectionPlanTest, DoesNotKnowTheCountUnderAThreshold) {
   SelectShape shape = shape_of(32 << 10);
-  shape.params.threshold = 0.001F;
-  const SelectionPlan plan = plan_of(shape);
-  EXPECT_EQ(plan.path, SelectionPath::kStream);
-  EXPECT_TRUE(plan.reads_queries);
-  EXPECT_FALSE(plan.k_known);
-  EXPECT_TRUE(plan.attends);
+  for (const auto& [tokens, path] :
+       {std::pair{32 << 10, SelectionPath::kFused}, std::pair{1 << 20, SelectionPath::kStream}}) {
+    shape = shape_of(tokens);
+    shape.params.threshold = 0.001F;
+    const SelectionPlan plan = plan_of(shape);
+    EXPECT_EQ(plan.path, path);
+    EXPECT_TRUE(plan.reads_queries);
+    EXPECT_FALSE(plan.k_known);
+    EXPECT_TRUE(plan.attends);
+  }
   shape.int8_rows = true;  // always-attended rows have no copies in 16 bits
   EXPECT_EQ(plan_of(shape).path, SelectionPath::kGeneric);
 }
