@@ -270,16 +270,19 @@ __device__ inline void post_part(int group, int warps, const BlockExchange& peer
 __device__ inline void merge_share(const attention::OutputItem& item, int group, int kv_head,
                                    const BlockExchange& peers, const TaggedWord* parts) {
   constexpr int kPairs = kAttendDim / 2;
-  constexpr int kAtOnce = kFusedThreads / static_cast<int>(kFusedBlocks);
+  static_assert(kFusedBlocks == 32);
+  // Lanes with the parts of a pair.
+  const unsigned width = peers.blocks > kFusedBlocks / 2 ? kFusedBlocks : kFusedBlocks / 2;
+  const int at_once = kFusedThreads / static_cast<int>(width);
   const int pairs = group * kPairs;
   const int each = (pairs + static_cast<int>(peers.blocks) - 1) / static_cast<int>(peers.blocks);
   const int first = static_cast<int>(peers.rank) * each;
   const int last = min(first + each, pairs);
-  const unsigned part = threadIdx.x % kFusedBlocks;
+  const unsigned part = threadIdx.x % width;
   const TaggedWord* const from = parts + part * fused_part_words(group);
 #pragma unroll 1
-  for (int base = first; base < last; base += kAtOnce) {
-    const int pair = base + static_cast<int>(threadIdx.x / kFusedBlocks);
+  for (int base = first; base < last; base += at_once) {
+    const int pair = base + static_cast<int>(threadIdx.x / width);
     const bool present = pair < last && part < peers.blocks;
     const int head = min(pair, pairs - 1) / kPairs;
     uint2 words[2];  // of the accumulators, of the state
@@ -289,14 +292,16 @@ __device__ inline void merge_share(const attention::OutputItem& item, int group,
     if (present) state = {__uint_as_float(words[1].x), __uint_as_float(words[1].y)};
     float most = state.max;
 #pragma unroll
-    for (int distance = kFusedBlocks / 2; distance > 0; distance /= 2) {
+    for (unsigned distance = kFusedBlocks / 2; distance > 0; distance /= 2) {
+      if (distance >= width) continue;
       most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, distance));
     }
     const float weight = state.sum > 0.0F ? __expf(state.max - most) : 0.0F;
     attention::SoftmaxState total{most, weight * state.sum};
     float2 sum{weight * __uint_as_float(words[0].x), weight * __uint_as_float(words[0].y)};
 #pragma unroll
-    for (int distance = kFusedBlocks / 2; distance > 0; distance /= 2) {
+    for (unsigned distance = kFusedBlocks / 2; distance > 0; distance /= 2) {
+      if (distance >= width) continue;
       total.sum += __shfl_xor_sync(kFullWarp, total.sum, distance);
       sum.x += __shfl_xor_sync(kFullWarp, sum.x, distance);
       sum.y += __shfl_xor_sync(kFullWarp, sum.y, distance);

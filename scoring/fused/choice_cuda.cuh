@@ -177,7 +177,7 @@ __device__ void find_bin(std::uint32_t wanted, int round, const BlockExchange& p
   constexpr int kBinsOfVector = kWide ? 2 : 4;
   constexpr int kVectors = kFusedBins / kBinsOfVector;
   constexpr int kAtOnce = kFusedThreads / kVectors;
-  constexpr int kMost = kFusedBlocks / kAtOnce;
+  constexpr int kMost = Exchange::kBlocks / kAtOnce;
   const int vector = thread % kVectors;
   const int first = thread / kVectors;
   uint2 of_blocks[kMost] = {};
@@ -192,13 +192,13 @@ __device__ void find_bin(std::uint32_t wanted, int round, const BlockExchange& p
       peers.post_pair(&counts[peers.rank][2 * thread], stage, of_blocks[0].x, of_blocks[0].y);
     }
   }
+  const int present = (static_cast<int>(peers.blocks) - first + kAtOnce - 1) / kAtOnce;
   if (!peers.alone()) {
-    peers.fetch<kMost>(&counts[first][2 * vector], kAtOnce * kFusedBins,
-                       (static_cast<int>(peers.blocks) - first + kAtOnce - 1) / kAtOnce, stage,
-                       of_blocks);
+    peers.fetch<kMost>(&counts[first][2 * vector], kAtOnce * kFusedBins, present, stage, of_blocks);
   }
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
+    if (i >= present) continue;
     reinterpret_cast<uint2*>(exchange.counts[first + i * kAtOnce])[vector] = of_blocks[i];
   }
   __syncthreads();                          // the counts of all blocks are there
@@ -206,9 +206,9 @@ __device__ void find_bin(std::uint32_t wanted, int round, const BlockExchange& p
   std::uint32_t count = 0;
   std::uint32_t most = 0;
   std::uint32_t earlier = 0;
-#pragma unroll
-  for (unsigned block = 0; block < kFusedBlocks; ++block) {
-    const std::uint32_t of_block = exchange.counts[block][bin];  // 0 past the last
+#pragma unroll 8
+  for (unsigned block = 0; block < peers.blocks; ++block) {
+    const std::uint32_t of_block = exchange.counts[block][bin];
     count += of_block;
     most = max(most, of_block);
     if (block < peers.rank) earlier += of_block;
@@ -282,27 +282,32 @@ __device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take
     const uint2 pair = reinterpret_cast<const uint2*>(shared.list)[threadIdx.x];
     peers.post_pair(&peers.box.lists[peers.rank][2 * threadIdx.x], kListsStage, pair.x, pair.y);
   }
-  // A warp has the keys of a block, 0 past the last, and counts them by finer bins.
-  static_assert(kFusedBlocks <= kFusedWarps);
+  // A warp has the keys of a block, or of several, 0 past the last, and counts them by finer bins.
+  constexpr int kBlocksOfWarp = Exchange::kBlocks / kFusedWarps;
+  static_assert(Exchange::kBlocks % kFusedWarps == 0);
   constexpr int kPairs = kFusedList / 64;
-  uint2 of_block[kPairs];
-  if (peers.alone()) {
+  constexpr int kKeysOfBlock = 2 * kPairs;
+  std::uint32_t others[kBlocksOfWarp * kKeysOfBlock];
+#pragma unroll
+  for (int b = 0; b < kBlocksOfWarp; ++b) {
+    uint2 of_block[kPairs] = {};
+    const unsigned block = warp + static_cast<unsigned>(b) * kFusedWarps;
+    if (peers.alone()) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const uint2 own = reinterpret_cast<const uint2*>(shared.list)[lane + 32 * i];
+        of_block[i] = block == 0 ? own : make_uint2(0, 0);
+      }
+    } else if (block < peers.blocks) {
+      peers.fetch<kPairs>(&peers.box.lists[block][2 * lane], 64,
+                          (static_cast<int>(pairs) - static_cast<int>(lane) + 31) / 32, kListsStage,
+                          of_block);
+    }
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const uint2 own = reinterpret_cast<const uint2*>(shared.list)[lane + 32 * i];
-      of_block[i] = warp == 0 ? own : make_uint2(0, 0);
+      others[b * kKeysOfBlock + 2 * i] = of_block[i].x;
+      others[b * kKeysOfBlock + 2 * i + 1] = of_block[i].y;
     }
-  } else {
-    const int present =
-        warp < peers.blocks ? (static_cast<int>(pairs) - static_cast<int>(lane) + 31) / 32 : 0;
-    peers.fetch<kPairs>(&peers.box.lists[warp % kFusedBlocks][2 * lane], 64, present, kListsStage,
-                        of_block);
-  }
-  std::uint32_t others[2 * kPairs];
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    others[2 * i] = of_block[i].x;
-    others[2 * i + 1] = of_block[i].y;
   }
 #pragma unroll
   for (const std::uint32_t key : others) {
@@ -349,9 +354,11 @@ __device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take
   std::uint32_t better = 0;
   std::uint32_t equal = 0;
 #pragma unroll
-  for (const std::uint32_t key : others) {
-    better += key > last ? 1 : 0;
-    equal += key == last ? 1 : 0;
+  for (int i = 0; i < kBlocksOfWarp * kKeysOfBlock; ++i) {
+    const unsigned block = warp + static_cast<unsigned>(i / kKeysOfBlock) * kFusedWarps;
+    if (block >= peers.rank) continue;
+    better += others[i] > last ? 1 : 0;
+    equal += others[i] == last ? 1 : 0;
   }
   if (warp < peers.rank) {
     better = __reduce_add_sync(kFullWarp, better);
@@ -490,10 +497,10 @@ __device__ inline void write_choice(const FilterArgs& args, const FusedWork& wor
 }
 
 /// Chooses among the keys of all tokens of the group and writes what is chosen.
-template <typename Bins>
+template <typename Bins, typename Exchange>
 __device__ void choose_best(const FilterArgs& args, const FusedWork& work,
                             const BlockExchange& peers, std::uint32_t* keys, TaggedWord* posted,
-                            FusedExchange& exchange, FusedShared& shared) {
+                            Exchange& exchange, FusedShared& shared) {
   const FusedCut found = find_best<Bins>(args, work, peers, 0, keys, exchange, shared);
   write_choice(args, work, peers, found, work.plan.k, keys, posted, shared);
 }

@@ -86,14 +86,17 @@ inline int __host__ __device__ fused_ring_bytes(int stages, int chunks) {
 }
 /// What comes from all blocks, in the place of the ring: counts by bins, and the keys that the
 /// choice comes down to.
-template <typename Count>
+template <typename Count, unsigned kMostBlocks>
 struct ExchangeOf {
-  alignas(16) Count counts[kFusedBlocks][kFusedBins];
-  std::uint32_t finalists[kFusedBlocks * kFusedList];
+  static constexpr int kBlocks = static_cast<int>(kMostBlocks);
+
+  alignas(16) Count counts[kBlocks][kFusedBins];
+  std::uint32_t finalists[kBlocks * kFusedList];
 };
-using FusedExchange = ExchangeOf<std::uint16_t>;
+using FusedExchange = ExchangeOf<std::uint16_t, kFusedBlocks>;
+using ChoiceExchange = ExchangeOf<std::uint16_t, kChoiceBlocks>;
 /// Where a block may have more than 65,535 tokens.
-using WideExchange = ExchangeOf<std::uint32_t>;
+using WideExchange = ExchangeOf<std::uint32_t, kChoiceBlocks>;
 
 /// Bytes of the scores of a block's tokens, or of what is in their place before.
 inline int __host__ __device__ fused_scores_bytes(int capacity, int quads) {

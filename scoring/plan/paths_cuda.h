@@ -29,7 +29,10 @@ inline constexpr std::int64_t kAttendedGroups = 16;
 /// Most query heads of a KV head of it, and of one whose scores stay on chip.
 inline constexpr int kFusedHeads = 8;
 /// Most blocks that choose the tokens of one (query, KV head) together, and wait for one another.
-inline constexpr unsigned kFusedBlocks = 16;
+inline constexpr unsigned kFusedBlocks = 32;
+/// The same where the kernel is not that of fused/select_cuda.cu: counts of so many blocks are in
+/// the way of its memory.
+inline constexpr unsigned kChoiceBlocks = 16;
 /// Most blocks that score queries which are chosen from on chip, where (query, KV head) pairs are
 /// fewer.
 inline constexpr int kFusedParts = 256;

@@ -28,8 +28,8 @@ int value_bytes(int capacity, int stride) {
 /// Bytes of the tables, in the place of which blocks exchange what they have.
 constexpr int __host__ __device__ table_bytes(int heads) {
   const int pairs = pair_bytes(heads);
-  return pairs < static_cast<int>(sizeof(FusedExchange)) ? static_cast<int>(sizeof(FusedExchange))
-                                                         : pairs;
+  return pairs < static_cast<int>(sizeof(ChoiceExchange)) ? static_cast<int>(sizeof(ChoiceExchange))
+                                                          : pairs;
 }
 
 #if defined(KVTIER_HAS_CLUSTERS)
@@ -216,7 +216,7 @@ __global__ __launch_bounds__(kFusedThreads + kAppendRoom, 1) void select_collisi
     write_keys<kHeads>(work, args.request.kv.group(), values, shared, keys);
     TaggedWord* const posted = kAttends ? posted_ids(args, work.group_index) : nullptr;
     choose_best<ValueBins>(args, work, peers, keys, posted,
-                           *reinterpret_cast<FusedExchange*>(pairs), shared);
+                           *reinterpret_cast<ChoiceExchange*>(pairs), shared);
   }
   if constexpr (kAttends) {
     attend_query(args, input, attention, peers, rows, query_index, kv_head, work.group_index,
@@ -249,7 +249,7 @@ bool plan_soft(const SelectShape& shape, const DeviceLimits& device, SelectionPl
   const std::int64_t useful = (shape.max_length + kLeastTokens - 1) / kLeastTokens;
   SelectionPlan found{.path = SelectionPath::kSoft};
   found.blocks = static_cast<unsigned>(
-      std::min({std::int64_t{device.processors / groups}, useful, std::int64_t{kFusedBlocks}}));
+      std::min({std::int64_t{device.processors / groups}, useful, std::int64_t{kChoiceBlocks}}));
   found.capacity = tokens_of_block(shape.max_length, found.blocks);
   // Of few groups all blocks together are a part of the device. Then the kernels that score with
   // all of it are faster, where that saves a block more tokens than it scores in 10 us.

@@ -504,7 +504,7 @@ void plan_stream(const SelectShape& shape, const DeviceLimits& device, Selection
   plan.path = SelectionPath::kStream;
   plan.reads_queries = !collides;
   plan.blocks = static_cast<unsigned>(std::clamp<std::int64_t>(
-      std::min<std::int64_t>(device.processors / groups, useful), 1, kFusedBlocks));
+      std::min<std::int64_t>(device.processors / groups, useful), 1, kChoiceBlocks));
   plan.bytes = collides ? choice_bytes_of_collisions(shape.group)
                         : static_cast<int>(sizeof(ChoiceMemory)) +
                               kFusedWarps * fused_unit_bytes(sign_chunks(shape.params));

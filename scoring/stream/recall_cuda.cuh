@@ -111,7 +111,7 @@ __device__ inline std::uint32_t count_by_mass(const FilterArgs& args, const Fuse
                                               FusedShared& shared) {
   constexpr int kBinBits = 8;
   constexpr int kBins = 1 << kBinBits;
-  constexpr int kBlocksOfThread = kFusedBlocks / 2;
+  constexpr int kBlocksOfThread = kChoiceBlocks / 2;
   static_assert(2 * kBins == kFusedThreads && 2 * kBins == kFusedBins);
   const auto thread = static_cast<int>(threadIdx.x);
   const auto most = static_cast<std::uint32_t>(work.plan.k);
