@@ -23,18 +23,23 @@ struct FusedAttention {
               ///< fused.
 };
 
-/// Dynamic shared memory, once the choice is made; the tiles follow.
+/// Dynamic shared memory, once the choice is made; the tiles follow. kHeads: 8 or 16.
+template <int kHeads>
 struct FusedAttentionShared {
   static constexpr int kPitch = kAttendDim + 8;  ///< Four heads in four groups of banks.
 
-  alignas(16) float queries[kFusedHeads][kPitch];
-  float2 states[kFusedWarps][kFusedHeads];
-  float weights[kFusedHeads][kFusedWarps];
+  alignas(16) float queries[kHeads][kPitch];
+  float2 states[kFusedWarps][kHeads];
+  float weights[kHeads][kFusedWarps];
+  /// Those of 8 heads are in registers.
+  alignas(16) uint4 fragments[kHeads == 8 ? 1 : kHeads / 8 * (kAttendDim / 16) * 32];
 };
-static_assert(sizeof(FusedAttentionShared) % 16 == 0 && AttendTile::kBytes % 16 == 0);
+static_assert(AttendTile::kBytes % 16 == 0);
 
-inline int __host__ __device__ fused_attention_bytes(int tiles) {
-  return static_cast<int>(sizeof(FusedAttentionShared)) + tiles * AttendTile::kBytes;
+inline int fused_attention_bytes(int tiles, int group) {
+  const std::size_t shared =
+      group <= 8 ? sizeof(FusedAttentionShared<8>) : sizeof(FusedAttentionShared<16>);
+  return static_cast<int>(shared) + tiles * AttendTile::kBytes;
 }
 
 /// Words of a block's part: `[heads][kAttendDim]` of the accumulators, then `[heads][2]` of states.
@@ -147,10 +152,11 @@ __device__ inline int warps_with(int rows) {
 
 /// Attends to the block's share of the rows, which `find` finds: leaves states of the
 /// warps that have tiles in `shared`, and accumulators of warp w in tile w. Ends with a barrier.
-template <typename T, typename Find>
+template <typename T, int kHeads, typename Find>
 __device__ void attend_share(const FusedAttention& attention, const HeadSource& query,
                              const transfer::cuda::RawPiece& raw_query, int group, int count_rows,
-                             const Find& find, FusedAttentionShared& shared, std::byte* tiles) {
+                             const Find& find, FusedAttentionShared<kHeads>& shared,
+                             std::byte* tiles) {
   constexpr int kRows = attention::cuda::kTileRows;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -198,13 +204,17 @@ __device__ void attend_share(const FusedAttention& attention, const HeadSource& 
     to[1] = {x[4], x[5], x[6], x[7]};
   }
   __syncthreads();  // the queries are there
-  attention::cuda::QueryFragments<T, kAttendDim, 1> queries;
-  attention::cuda::WarpAttention<T, kAttendDim, 1> warp_attention;
-  if (count > 0) {  // else the others have the pipe of shared memory to themselves
-    queries.load(shared.queries[0], group, attention.targets.softmax_scale, nullptr,
-                 FusedAttentionShared::kPitch);
+  using Fragments = attention::cuda::QueryFragments<T, kAttendDim, kHeads / 8>;
+  static_assert(Fragments::kSharedBytes <= sizeof(shared.fragments));
+  Fragments queries;
+  attention::cuda::WarpAttention<T, kAttendDim, kHeads / 8> warp_attention;
+  // A warp without rows leaves the pipe of shared memory to the others.
+  if (count > 0 || !Fragments::kInRegisters) {
+    queries.load(shared.queries[0], group, attention.targets.softmax_scale, shared.fragments,
+                 shared.kPitch);
     warp_attention.clear();
   }
+  if (!Fragments::kInRegisters) __syncthreads();  // the fragments are there
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     if (stages == 2) {
@@ -217,14 +227,15 @@ __device__ void attend_share(const FusedAttention& attention, const HeadSource& 
     __syncwarp();  // no lane reads the tile any more when it is overwritten
     start_next();
   }
-  static_assert(AttendTile::kBytes >= kFusedHeads * (kAttendDim + 4) * 4);
+  static_assert(AttendTile::kBytes >= kHeads * (kAttendDim + 4) * 4);
   if (count > 0) warp_attention.store(shared.states[warp], reinterpret_cast<float*>(tile_of(0)));
   __syncthreads();  // states and accumulators of the warps that have tiles are there
 }
 
 /// Merges what the first `warps` warps have, and posts the result. Holds a barrier.
-__device__ inline void post_part(int group, int warps, const BlockExchange& peers, TaggedWord* part,
-                                 FusedAttentionShared& shared, const std::byte* tiles) {
+template <int kHeads>
+__device__ void post_part(int group, int warps, const BlockExchange& peers, TaggedWord* part,
+                          FusedAttentionShared<kHeads>& shared, const std::byte* tiles) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (warp < group) {
@@ -249,21 +260,23 @@ __device__ inline void post_part(int group, int warps, const BlockExchange& peer
   }
   __syncthreads();  // the weights are there
   constexpr int kPairs = kAttendDim / 2;
-  const auto pair = static_cast<int>(threadIdx.x);
-  static_assert(kFusedHeads * kPairs <= kFusedThreads);
-  if (pair >= group * kPairs) return;
-  const int head = pair / kPairs;
-  const auto* from =
-      reinterpret_cast<const float*>(tiles) + head * (kAttendDim + 4) + pair % kPairs * 2;
-  float2 sum{};
+#pragma unroll
+  for (int base = 0; base < kHeads * kPairs; base += kFusedThreads) {
+    const int pair = base + static_cast<int>(threadIdx.x);
+    if (pair >= group * kPairs) return;
+    const int head = pair / kPairs;
+    const auto* from =
+        reinterpret_cast<const float*>(tiles) + head * (kAttendDim + 4) + pair % kPairs * 2;
+    float2 sum{};
 #pragma unroll 4
-  for (int w = 0; w < warps; ++w) {
-    const float weight = shared.weights[head][w];
-    const float2 own = *reinterpret_cast<const float2*>(from + w * (AttendTile::kBytes / 4));
-    sum.x += weight * own.x;
-    sum.y += weight * own.y;
+    for (int w = 0; w < warps; ++w) {
+      const float weight = shared.weights[head][w];
+      const float2 own = *reinterpret_cast<const float2*>(from + w * (AttendTile::kBytes / 4));
+      sum.x += weight * own.x;
+      sum.y += weight * own.y;
+    }
+    peers.post_pair(part + 2 * pair, kPartsStage, __float_as_uint(sum.x), __float_as_uint(sum.y));
   }
-  peers.post_pair(part + 2 * pair, kPartsStage, __float_as_uint(sum.x), __float_as_uint(sum.y));
 }
 
 /// Merges the block's share of the coordinates: a lane has two of them, of one part.
@@ -345,15 +358,15 @@ __device__ inline void count_attended(const FilterArgs& args, const FusedRows& r
 
 /// Attends to the always-attended tokens of a group and those that its blocks have chosen. All
 /// threads; begins with a barrier, after which `memory` may not be used for anything else.
-template <typename T>
+template <typename T, int kHeads>
 __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
                               const FusedAttention& attention, const BlockExchange& peers,
                               const FusedRows& rows, int query_index, int kv_head,
                               std::int64_t group_index, std::byte* memory) {
   const transfer::KvGeometry& kv = args.request.kv;
   const int group = kv.group();
-  auto& shared = *reinterpret_cast<FusedAttentionShared*>(memory);
-  std::byte* const tiles = memory + sizeof(FusedAttentionShared);
+  auto& shared = *reinterpret_cast<FusedAttentionShared<kHeads>*>(memory);
+  std::byte* const tiles = memory + sizeof(shared);
   constexpr int kPieces = kAttendDim / kPiece;
   HeadSource query{};
   transfer::cuda::RawPiece raw_query{};
@@ -376,7 +389,7 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
       args.request.sequences[args.request.query_batch[query_index].sequence];
   const TaggedWord* const ids = posted_ids(args, group_index);
   const bool biased = args.selection.bias != nullptr;
-  attend_share<T>(
+  attend_share<T, kHeads>(
       attention, query, raw_query, group, own,
       [&](int entry) {
         return row_of(rows, first + entry, kv, sequence, kv_head, peers, ids, biased);
@@ -389,17 +402,18 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
   merge_share(attention.targets.outputs[query_index], group, kv_head, peers, parts);
 }
 
-/// `attend_chosen` in the format of the pages.
-__device__ inline void attend_query(const FilterArgs& args, const FusedInput& input,
-                                    const FusedAttention& attention, const BlockExchange& peers,
-                                    const FusedRows& rows, int query_index, int kv_head,
-                                    std::int64_t group_index, std::byte* memory) {
+/// `attend_chosen` in the format of the pages. kHeads: 8, or 16 for larger groups.
+template <int kHeads>
+__device__ void attend_query(const FilterArgs& args, const FusedInput& input,
+                             const FusedAttention& attention, const BlockExchange& peers,
+                             const FusedRows& rows, int query_index, int kv_head,
+                             std::int64_t group_index, std::byte* memory) {
   if (args.request.kv.dtype == DType::kFloat16) {
-    attend_chosen<__half>(args, input, attention, peers, rows, query_index, kv_head, group_index,
-                          memory);
+    attend_chosen<__half, kHeads>(args, input, attention, peers, rows, query_index, kv_head,
+                                  group_index, memory);
   } else {
-    attend_chosen<__nv_bfloat16>(args, input, attention, peers, rows, query_index, kv_head,
-                                 group_index, memory);
+    attend_chosen<__nv_bfloat16, kHeads>(args, input, attention, peers, rows, query_index, kv_head,
+                                         group_index, memory);
   }
 }
 

@@ -20,7 +20,6 @@ using TaggedWord = std::uint64_t;
 /// Words for the projections of a group's heads: of eight onto 512 planes, or of four onto 600 with
 /// two words each (soft/queries_cuda.cuh).
 inline constexpr int kMostProducts = 2 * 4 * 600;
-static_assert(kMostProducts >= kFusedHeads * kFusedChunks * hashing::kChunkBits);
 
 /// What the blocks of one group exchange. Zero before the first launch.
 struct alignas(256) Mailbox {

@@ -73,10 +73,11 @@ inline FusedInput fused_input(const SelectRequest& request) {
 inline FusedAttention fused_attention(const SelectRequest& request, int& bytes) {
   FusedAttention attention{};
   if (request.attend == nullptr) return attention;
-  bytes = std::max(bytes, fused_attention_bytes(kFusedWarps));
+  const int group = request.kv.group();
+  bytes = std::max(bytes, fused_attention_bytes(kFusedWarps, group));
   attention.targets = *request.attend;
   attention.tiles =
-      std::min((bytes - fused_attention_bytes(0)) / AttendTile::kBytes, 2 * kFusedWarps);
+      std::min((bytes - fused_attention_bytes(0, group)) / AttendTile::kBytes, 2 * kFusedWarps);
   return attention;
 }
 

@@ -45,7 +45,7 @@ __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
     queries.columns[i] = 0;
   }
   if (threadIdx.x < kMaxGroup) queries.weight_sums[threadIdx.x] = 0;
-  if (threadIdx.x < kFusedHeads) tables.largest[threadIdx.x] = 0;
+  if (threadIdx.x < kMaxGroup) tables.largest[threadIdx.x] = 0;
   __syncthreads();  // what is added to is clear
   fetch_weights<kBits>(args, chunks, peers, tables, queries, factors);
   if (input.after_append) transfer::cuda::wait_for_previous();
@@ -66,8 +66,9 @@ __device__ void score_share(const FilterArgs& args, const FusedShape& shape, con
   const FusedShare share(work.plan.begin, work.plan.end, peers.rank, shape.blocks);
   if (!shape.early || !(share == started)) ring.start(work.plan.blocks, share);
   if constexpr (kBounded) {
-    const FusedSum others = static_sum(args, work.query_index, work.kv_head, true, peers,
-                                       tables.queries[0], FusedTables::kPitch);
+    const FusedSum others =
+        static_sum(args, work.query_index, work.kv_head, true, peers, tables.queries,
+                   FusedTables::query_pitch(args.request.kv.head_dim));
     __syncthreads();  // no warp reads the queries any more: scores take their place
     score_tokens<kQuads, kChunks, kBits>(params, ring, work, chunks, factors, scores, norms,
                                          queries, &others);
@@ -144,8 +145,8 @@ __global__ __launch_bounds__(kFusedThreads,
     }
   }
   if (attends) {
-    attend_query(args, input, attention, peers, rows, query_index, kv_head, work.group_index,
-                 dynamic);
+    attend_query<kQuads <= 2 ? 8 : 16>(args, input, attention, peers, rows, query_index, kv_head,
+                                       work.group_index, dynamic);
   }
 #endif
 }
@@ -156,8 +157,13 @@ template <bool kBounded>
 SelectKernel fused_kernel(const ScoreParams& params, int group) {
   const int chunks = sign_chunks(params);
   const int bits = params.weight_bits();
-  if (fused_quads(group) == 2) {
-    return bits <= 4 ? select_fused<2, 0, 4, kBounded> : select_fused<2, 0, 8, kBounded>;
+  switch (fused_quads(group)) {
+    case 4:
+      return bits <= 4 ? select_fused<4, 0, 4, kBounded> : select_fused<4, 0, 8, kBounded>;
+    case 2:
+      return bits <= 4 ? select_fused<2, 0, 4, kBounded> : select_fused<2, 0, 8, kBounded>;
+    default:
+      break;
   }
   if (chunks == 2) {
     if (bits <= 4) return select_fused<1, 2, 4, kBounded>;
@@ -168,7 +174,8 @@ SelectKernel fused_kernel(const ScoreParams& params, int group) {
 }
 
 /// Whether weights and sums fit the arrays and words that they are exchanged and kept in.
-bool fused_weights_fit(const ScoreParams& params) {
+bool fused_weights_fit(const SelectShape& shape) {
+  const ScoreParams& params = shape.params;
   constexpr int kMostSum = 32767;
   constexpr int kPairs = 64;  // projections that a warp fetches at a time, of one head
   const int planes = params.query_planes();
@@ -176,6 +183,9 @@ bool fused_weights_fit(const ScoreParams& params) {
   const int most = levels * planes * ((1 << std::max(params.code_bits, 1)) - 1);
   return params.query_bits == kFusedQueryBits && params.weight_bits() <= kFusedMostBits &&
          sign_chunks(params) <= kFusedChunks && most <= kMostSum &&
+         fused_quads(shape.group) * sign_chunks(params) <= 2 * kFusedChunks &&
+         FusedTables::fits(shape.group, shape.plane_dim,
+                           projections_of(params, sign_chunks(params))) &&
          (params.code_bits == 0 || planes % kPairs == 0);
 }
 
@@ -212,15 +222,13 @@ std::size_t mailboxes_bytes(std::int64_t groups) {
 }
 
 std::int64_t fused_parts_words(std::int64_t groups, int group) {
-  if (group > kFusedHeads) return 0;
   return std::min(groups, kAttendedGroups) * kFusedBlocks * fused_part_words(group);
 }
 
 bool plan_fused(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
   const std::int64_t groups = std::int64_t{shape.kv_heads} * shape.num_queries;
   if (shape.params.estimator != Estimator::kNormAware || !static_readable(shape) ||
-      !one_set(shape) || shape.group > kFusedHeads || !fused_weights_fit(shape.params) ||
-      groups > kFusedParts) {
+      !one_set(shape) || !fused_weights_fit(shape) || groups > kFusedParts) {
     return false;
   }
   SelectionPlan found{.path = SelectionPath::kFused};

@@ -32,7 +32,7 @@ inline constexpr int kFusedChunks = 4;
 /// Of a round of the search a thread has a bin.
 static_assert(kFusedBins == kFusedThreads);
 /// Bytes for the tables of a group's queries while they are made.
-inline constexpr int kFusedTableBytes = 40 * 1024 + 256;
+inline constexpr int kFusedTableBytes = 40 * 1024 + 512;
 /// Candidates of a block that the last round compares one by one.
 inline constexpr int kFusedList = 128;
 
@@ -61,8 +61,10 @@ struct FusedScores {
 };
 inline int __host__ __device__ fused_token_bytes(int quads) { return 4 + 8 * quads; }
 
-/// Heads of a group in quads of four.
-inline int __host__ __device__ fused_quads(int group) { return group <= 4 ? 1 : 2; }
+/// Quads of heads that a group takes, of which there is a kernel.
+inline int __host__ __device__ fused_quads(int group) {
+  return group <= 4 ? 1 : group <= 8 ? 2 : 4;
+}
 
 /// What a launch needs beside the request.
 struct FusedShape {

@@ -20,17 +20,26 @@ struct FusedInput {
 struct FusedTables {
   static constexpr int kMaxHeadDim = 256;
   static constexpr int kPad = 4;  ///< Heads in different banks.
-  static constexpr int kPitch = kMaxHeadDim + kPad;
+  /// Room for 8 heads of 256 coordinates, or 16 of 128, and as many projections of each.
+  static constexpr int kMostQueries = 16 * (128 + kPad);
+  static constexpr int kMostProjections = 8 * kFusedChunks * hashing::kChunkBits;
   /// Room for the block's planes, or the first of many.
   static constexpr int kPlaneBytes = 16 * 1024;
 
-  alignas(16) float queries[kFusedHeads][kPitch];
+  alignas(16) float queries[kMostQueries];  ///< `[heads][query_pitch(head_dim)]`
   alignas(16) std::byte planes[kPlaneBytes];
-  alignas(16) float products[kFusedHeads * kFusedChunks * hashing::kChunkBits];
-  std::uint32_t largest[kFusedHeads];  ///< Bits of the largest magnitude of a head.
+  alignas(16) float products[kMostProjections];
+  std::uint32_t largest[kMaxGroup];  ///< Bits of the largest magnitude of a head.
+
+  __host__ __device__ static int query_pitch(int head_dim) { return head_dim + kPad; }
+  /// Whether there is room for a group.
+  __host__ __device__ static bool fits(int group, int head_dim, int projections) {
+    return group * query_pitch(head_dim) <= kMostQueries && group * projections <= kMostProjections;
+  }
 };
 
-static_assert(sizeof(FusedTables) <= kFusedTableBytes);
+static_assert(sizeof(FusedTables) <= kFusedTableBytes &&
+              FusedTables::kMostProjections <= kMostProducts);
 
 /// Projections of a head that the blocks exchange: onto whole chunks of planes, or the rotation of
 /// a scalar code.
@@ -54,7 +63,7 @@ class FusedHeads {
         first_head_(kv_head * args.request.kv.group()),
         query_heads_(args.request.kv.query_heads),
         pieces_(args.request.planes.head_dim / kPiece) {
-    static_assert(kFusedHeads * FusedTables::kMaxHeadDim / kPiece <= kFusedThreads);
+    static_assert(FusedTables::kMostQueries / kPiece <= kFusedThreads);
     if (head() < args.request.kv.group()) {
       const transfer::QueryItem& item = input.items[query_index];
       source_ = transfer::cuda::head_source(item.query, item.token, first_head_ + head());
@@ -70,7 +79,8 @@ class FusedHeads {
     transfer::cuda::to_floats(raw_, source_.dtype, x);
     const float4 low{x[0], x[1], x[2], x[3]};
     const float4 high{x[4], x[5], x[6], x[7]};
-    auto* local = reinterpret_cast<float4*>(&tables.queries[head()][piece() * kPiece]);
+    auto* local = reinterpret_cast<float4*>(
+        tables.queries + head() * FusedTables::query_pitch(pieces_ * kPiece) + piece() * kPiece);
     local[0] = low;
     local[1] = high;
     if (peers.rank != 0 || input_.queries == nullptr) return;
@@ -178,12 +188,11 @@ __device__ inline float project(const FilterArgs& args, const FusedPlanes& share
                                 int num_planes, int plane, int head, const FusedTables& tables) {
   const hashing::PlanesView& planes = args.request.planes;
   const int dim = planes.head_dim;
-  if (plane < staged) {
-    return project(tables.planes + plane * plane_pitch(dim), tables.queries[head], dim);
-  }
+  const float* const query = tables.queries + head * FusedTables::query_pitch(dim);
+  if (plane < staged) return project(tables.planes + plane * plane_pitch(dim), query, dim);
   if (share.first + plane >= num_planes) return 0.0F;
   const auto* from = planes.bf16 + std::int64_t{share.first + plane} * dim;
-  return project(reinterpret_cast<const std::byte*>(from), tables.queries[head], dim);
+  return project(reinterpret_cast<const std::byte*>(from), query, dim);
 }
 
 /// Projects the group's heads onto the block's share of the planes and posts the results. The

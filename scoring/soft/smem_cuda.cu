@@ -219,8 +219,8 @@ __global__ __launch_bounds__(kFusedThreads + kAppendRoom, 1) void select_collisi
                            *reinterpret_cast<ChoiceExchange*>(pairs), shared);
   }
   if constexpr (kAttends) {
-    attend_query(args, input, attention, peers, rows, query_index, kv_head, work.group_index,
-                 dynamic);
+    attend_query<8>(args, input, attention, peers, rows, query_index, kv_head, work.group_index,
+                    dynamic);
   }
 #endif
 }

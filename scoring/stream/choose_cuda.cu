@@ -469,8 +469,8 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
     if (attends && threadIdx.x == 0) rows.count = rows.num_static + chosen;
   }
   if (attends) {
-    attend_query(args, input, attention, peers, rows, query_index, kv_head, work.group_index,
-                 dynamic);
+    attend_query<8>(args, input, attention, peers, rows, query_index, kv_head, work.group_index,
+                    dynamic);
   }
   if (work.empty() && !attends) return;  // nothing was posted
   __syncthreads();                       // all have posted: this block has read from all

@@ -15,13 +15,11 @@ struct StreamTables {
 
   /// Bytes of the queries and the projections of a group.
   __host__ __device__ static int products_at(int group, int head_dim) {
-    return group * query_pitch(head_dim) * 4;
+    return group * FusedTables::query_pitch(head_dim) * 4;
   }
   __host__ __device__ static int planes_at(int group, int head_dim, int projections) {
     return products_at(group, head_dim) + group * projections * 4;
   }
-  /// Heads in different banks.
-  __host__ __device__ static int query_pitch(int head_dim) { return head_dim + FusedTables::kPad; }
 };
 
 #if defined(KVTIER_HAS_CLUSTERS)
@@ -78,7 +76,7 @@ class StreamQueryMaker {
         const int head = i / count;
         const int plane = i - head * count;
         const float product = project(planes_ + plane * plane_pitch(dim_),
-                                      queries_ + head * StreamTables::query_pitch(dim_), dim_);
+                                      queries_ + head * FusedTables::query_pitch(dim_), dim_);
         products_[head * all_ + first + plane] = product;
       }
       __syncthreads();  // the projections are there, and no thread needs the planes any more
@@ -116,7 +114,7 @@ class StreamQueryMaker {
           transfer::cuda::head_source(item.query, item.token, kv_head * group + head);
       float x[kPiece];
       transfer::cuda::to_floats(transfer::cuda::load_piece(source, piece), source.dtype, x);
-      auto* to = reinterpret_cast<float4*>(queries_ + head * StreamTables::query_pitch(dim_) +
+      auto* to = reinterpret_cast<float4*>(queries_ + head * FusedTables::query_pitch(dim_) +
                                            piece * kPiece);
       to[0] = {x[0], x[1], x[2], x[3]};
       to[1] = {x[4], x[5], x[6], x[7]};
@@ -134,7 +132,7 @@ class StreamQueryMaker {
     }
     float square = 0.0F;
     for (int i = lane; i < dim_; i += 32) {
-      const float x = queries_[head * StreamTables::query_pitch(dim_) + i];
+      const float x = queries_[head * FusedTables::query_pitch(dim_) + i];
       square = fmaf(x, x, square);
     }
     square = warp_sum(square);
