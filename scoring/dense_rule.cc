@@ -5,7 +5,7 @@
 namespace kvtier::scoring {
 namespace {
 
-/// Of a larger group attention takes two matrix products, and no kernel selects on chip.
+/// Of a larger group attention takes two matrix products, and scores twice as many.
 constexpr int kNarrowGroup = 8;
 
 /// Microseconds of a step without what grows, and picoseconds of a pair that is scored.
@@ -18,7 +18,8 @@ PathCost cost_of(const LaunchCost& cost) {
   const bool narrow = cost.group <= kNarrowGroup;
   switch (cost.path) {
     case SelectionPath::kFused:
-      return {.fixed_us = 26.0, .pair_ps = 22.0};
+      return narrow ? PathCost{.fixed_us = 27.0, .pair_ps = 22.0}
+                    : PathCost{.fixed_us = 39.0, .pair_ps = 50.0};
     case SelectionPath::kSoft:
       return {.fixed_us = 26.0, .pair_ps = 45.0};
     case SelectionPath::kGeneric:
@@ -43,9 +44,11 @@ double expected_dense_us(const LaunchCost& cost) {
 
 double expected_sparse_us(const LaunchCost& cost) {
   constexpr double kRecallUs = 30.0;
-  // In one kernel a (query, KV head) has an eighth of the device at most.
-  const bool one_kernel = cost.path == SelectionPath::kFused || cost.path == SelectionPath::kSoft;
-  const double least = one_kernel ? 8.0 * static_cast<double>(cost.least_tokens) : 0.0;
+  // In one kernel a (query, KV head) has a quarter or an eighth of the device at most.
+  const double shares = cost.path == SelectionPath::kFused  ? 4.0
+                        : cost.path == SelectionPath::kSoft ? 8.0
+                                                            : 0.0;
+  const double least = shares * static_cast<double>(cost.least_tokens);
   const PathCost path = cost_of(cost);
   return path.fixed_us + (cost.recall ? kRecallUs : 0.0) +
          std::max(cost.pairs, least) * path.pair_ps * 1e-6 + rows_us(cost.selected, cost);

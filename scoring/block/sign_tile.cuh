@@ -24,18 +24,18 @@ __device__ inline void multiply_bits_of_two(int (&counts)[4], const std::uint32_
 
 /// Counts the planes where both bits are set, of the lane's four tokens and the columns of one
 /// head: `counts[r / 2][product][r % 2 * 2 + bit % 2]` is of token r and bit 2 product + bit % 2.
-/// `tile` is the first of the 32 tokens' bits in chunk 0 of `[chunk][kTokens]` of 16 bytes.
-template <int kTokens, typename Columns>
-__device__ void count_planes(const std::byte* tile, const Columns& columns, int run_time_chunks,
-                             int (&counts)[2][Columns::kProducts][4]) {
+/// `tile`: the shared address of the first of the 32 tokens' bits in chunk 0, 16 bytes a token; the
+/// next chunk is `stride` bytes away.
+template <typename Columns>
+__device__ void count_planes(unsigned tile, unsigned stride, const Columns& columns,
+                             int run_time_chunks, int (&counts)[2][Columns::kProducts][4]) {
   constexpr int kChunks = Columns::kChunks;
   constexpr int kProducts = Columns::kProducts;
   const int chunks = kChunks > 0 ? kChunks : run_time_chunks;
   // A matrix of eight rows of 16 bytes is a chunk of eight tokens: lane 4 g + t gets word t of g.
   const unsigned lane = threadIdx.x % 32;
-  const unsigned base = transfer::cuda::shared_address(tile) + lane % 8 * hashing::kChunkBytes;
+  const unsigned base = tile + lane % 8 * hashing::kChunkBytes;
   constexpr unsigned kMatrix = 8 * hashing::kChunkBytes;
-  constexpr unsigned kChunk = kTokens * hashing::kChunkBytes;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -47,7 +47,7 @@ __device__ void count_planes(const std::byte* tile, const Columns& columns, int 
 #pragma unroll
   for (int chunk = 0; chunk + 1 < (kChunks > 0 ? kChunks : chunks); chunk += 2) {
     const unsigned from =
-        base + static_cast<unsigned>(chunk) * kChunk + lane / 8 % 2 * kMatrix + lane / 16 * kChunk;
+        base + static_cast<unsigned>(chunk) * stride + lane / 8 % 2 * kMatrix + lane / 16 * stride;
     std::uint32_t first[4];
     std::uint32_t second[4];
     transfer::cuda::load_matrices(first, from);
@@ -64,7 +64,7 @@ __device__ void count_planes(const std::byte* tile, const Columns& columns, int 
     const int chunk = chunks - 1;
     std::uint32_t rows[4];
     transfer::cuda::load_matrices(
-        rows, base + static_cast<unsigned>(chunk) * kChunk + lane / 8 * kMatrix);
+        rows, base + static_cast<unsigned>(chunk) * stride + lane / 8 * kMatrix);
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
       const std::uint32_t column = columns.word(chunk, product);
@@ -75,11 +75,11 @@ __device__ void count_planes(const std::byte* tile, const Columns& columns, int 
 }
 
 /// Sums of sign * weight of the lane's four tokens and one head, of bits as in `count_planes`.
-template <int kTokens, typename Columns>
-__device__ void signed_sums(const std::byte* tile, const Columns& columns, int run_time_chunks,
-                            int weight_sum, int (&sums)[4]) {
+template <typename Columns>
+__device__ void signed_sums(unsigned tile, unsigned stride, const Columns& columns,
+                            int run_time_chunks, int weight_sum, int (&sums)[4]) {
   int counts[2][Columns::kProducts][4];
-  count_planes<kTokens>(tile, columns, run_time_chunks, counts);
+  count_planes(tile, stride, columns, run_time_chunks, counts);
 #pragma unroll
   for (int row = 0; row < 4; ++row) {
     sums[row] = signed_sum<Columns::kBits>(counts[row / 2], row % 2, weight_sum);

@@ -45,17 +45,29 @@ class UnitBlocks {
   const std::byte* next_ = nullptr;
 };
 
+/// The bits of a unit in shared memory: those of the next chunk are `stride` bytes away.
+struct FusedUnitBits {
+  unsigned first;
+  unsigned stride;
+};
+
 /// The units of one warp on their way through its ring of stages: every kFusedWarps-th of the
-/// block's. Whole warps only.
+/// block's. Whole warps only. `FusedLayout` says where they lie.
+template <int kQuads>
 class FusedRing {
  public:
   __device__ FusedRing(const FilterArgs& args, int kv_head, const FusedShape& shape, int chunks,
                        std::byte* memory)
-      : memory_(memory +
-                static_cast<int>(threadIdx.x / 32) * shape.stages * fused_unit_bytes(chunks)),
-        policy_(transfer::cuda::read_once_policy()),
+      : policy_(transfer::cuda::read_once_policy()),
+        spare_bytes_(shape.spare),
         chunks_(chunks),
         stages_(shape.stages) {
+    const int warp = static_cast<int>(threadIdx.x / 32);
+    const int units = shape.capacity / kFusedUnit;
+    norms_to_ = transfer::cuda::shared_address(memory) + warp * kNormBytes;
+    const unsigned sums = transfer::cuda::shared_address(memory) + shape.sums;
+    last_place_ = sums + (units - 1 - (units - 1 - warp) % kFusedWarps) * kSumsBytes;
+    spare_ = sums + units * kSumsBytes + warp * shape.spare;
     const hashing::SketchGeometry& sketch = args.request.sketch;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     constexpr int kNormLanes = kFusedUnit * 2 / 16;
@@ -73,12 +85,12 @@ class FusedRing {
     first_ = share.first + static_cast<int>(threadIdx.x / 32);
     count_ = max(share.last - first_ + kFusedWarps - 1, 0) / kFusedWarps;
     next_ = 0;
-    stage_ = 0;
+    stage_ = max(count_ - 1, 0) % stages_;
     blocks_.start(blocks, first_, count_);
     for (int i = 0; i < stages_; ++i) fill_next();
   }
-  /// Waits for the next unit and returns it.
-  __device__ const std::byte* wait() {
+  /// Waits for the next unit: its norms are in their place, and its bits where this returns.
+  __device__ FusedUnitBits wait() {
     switch (stages_) {
       case 2:
         transfer::cuda::copy_async_wait<1>();
@@ -90,7 +102,7 @@ class FusedRing {
         transfer::cuda::copy_async_wait<kFusedStages - 1>();
     }
     __syncwarp();  // the copies of all lanes
-    return memory_ + stage_ * fused_unit_bytes(chunks_);
+    return bits_of(stage_);
   }
   /// Gives the unit's stage to the copies.
   __device__ void release() {
@@ -104,37 +116,53 @@ class FusedRing {
     if (next_ < count_) fill();
     transfer::cuda::copy_async_commit();
     ++next_;
-    stage_ = stage_ + 1 == stages_ ? 0 : stage_ + 1;
+    stage_ = (stage_ == 0 ? stages_ : stage_) - 1;
+  }
+  [[nodiscard]] __device__ unsigned piece_at(int piece) const {
+    const int at = piece * kFusedPiece;
+    if (kQuads == 1 || at < spare_bytes_) return spare_ + at;
+    const int over = at - spare_bytes_;
+    return last_place_ - over / kSumsBytes * (kFusedWarps * kSumsBytes) + over % kSumsBytes;
+  }
+  [[nodiscard]] __device__ FusedUnitBits bits_of(int stage) const {
+    const unsigned first = piece_at(stage * chunks_);
+    return {first, kQuads == 1 ? kFusedPiece : piece_at(stage * chunks_ + 1) - first};
   }
   __device__ void fill() {
     constexpr int kUnitsPerBlock = hashing::kBlockTokens / kFusedUnit;
-    constexpr int kChunkBytes = kFusedUnit * hashing::kChunkBytes;
     constexpr int kStrideBytes = hashing::kBlockTokens * hashing::kChunkBytes;
     const std::byte* block = blocks_.at(next_);
     const int unit = first_ % kUnitsPerBlock;  // of the block, as of every unit of the warp
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const unsigned to =
-        transfer::cuda::shared_address(memory_ + stage_ * fused_unit_bytes(chunks_)) +
-        static_cast<unsigned>(lane * 16);
-    const std::byte* codes = block + codes_ + unit * kChunkBytes;
+    const FusedUnitBits bits = bits_of(stage_);
+    const unsigned to = bits.first + static_cast<unsigned>(lane * 16);
+    const std::byte* codes = block + codes_ + unit * kFusedPiece;
     for (int chunk = 0; chunk < chunks_; ++chunk) {
 #pragma unroll
-      for (int i = 0; i < kChunkBytes / 512; ++i) {
-        transfer::cuda::copy_async_16_once(to + chunk * kChunkBytes + i * 512,
-                                           codes + chunk * kStrideBytes + i * 512, policy_);
+      for (int i = 0; i < kFusedPiece / 512; ++i) {
+        transfer::cuda::copy_async_16_once(
+            to + static_cast<unsigned>(chunk) * bits.stride + i * 512,
+            codes + chunk * kStrideBytes + i * 512, policy_);
       }
     }
     if (copies_norms_) {
-      transfer::cuda::copy_async_16_once(to + chunks_ * kChunkBytes,
-                                         block + norms_ + unit * kFusedUnit * 2, policy_);
+      transfer::cuda::copy_async_16_once(
+          norms_to_ + static_cast<unsigned>(next_ * kFusedWarps * kNormBytes + lane * 16),
+          block + norms_ + unit * kFusedUnit * 2, policy_);
     }
   }
 
-  std::byte* memory_;
+  static constexpr int kNormBytes = kFusedUnit * 4;
+  static constexpr int kSumsBytes = fused_sums_bytes(kQuads);
+
+  unsigned norms_to_;    // of the warp's first unit
+  unsigned last_place_;  // of the sums of its last one
+  unsigned spare_;
   std::uint64_t policy_;
   UnitBlocks blocks_;
   std::int64_t codes_;  // of the lane's first vector in a block
   std::int64_t norms_;
+  int spare_bytes_;
   int chunks_;
   int stages_;
   int first_ = 0;  // unit of the warp,
@@ -245,15 +273,15 @@ __device__ inline void count_scored(const FilterArgs& args, const QueryPlan& pla
 /// `others`: lane h has what is added to head h. A lane has one head of each quad. `factors` is of
 /// the heads in whole quads.
 template <int kQuads, int kChunks, int kBits>
-__device__ void score_tokens(const ScoreParams& params, FusedRing& ring, const FusedWork& work,
-                             int chunks, const float* factors, const FusedScores& scores,
-                             FusedNorms* norms_memory, FusedQueries& queries,
+__device__ void score_tokens(const ScoreParams& params, FusedRing<kQuads>& ring,
+                             const FusedWork& work, int chunks, const float* factors,
+                             const FusedScores& scores, FusedQueries& queries,
                              const FusedSum* others) {
   static_assert(kFusedUnit == 2 * kFusedTile);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const float weight = params.weighting == ValueWeighting::kLogit ? 1.0F : 0.0F;
-  FusedNorms* const norms = norms_memory + warp * kFusedUnit;
+  constexpr int kTiles = kFusedUnit / kFusedTile;
   FusedColumns<kChunks, kBits> columns[kQuads];
   float own_factors[kQuads];
   int weight_sums[kQuads];
@@ -264,49 +292,47 @@ __device__ void score_tokens(const ScoreParams& params, FusedRing& ring, const F
     own_factors[quad] = factors[quad * 4 + lane % 4];
     weight_sums[quad] = queries.weight_sums[quad * 4 + lane % 4];
   }
-  const unsigned entry = FusedScores::entry_of(static_cast<unsigned>(lane) * 2);
-  std::uint32_t* packed_to = scores.norms + warp * kFusedUnit + entry;
-  uint2* sums_to = scores.sums + warp * (kFusedUnit / kFusedTile) * kQuads * 32 + lane;
+  uint2* sums_to = scores.sums + warp * kTiles * kQuads * 32 + lane;
 #pragma unroll 1
   for (int first = warp * kFusedUnit; first < work.count; first += kFusedWarps * kFusedUnit) {
-    const std::byte* stage = ring.wait();
-    const auto* raw =
-        reinterpret_cast<const std::uint32_t*>(stage + chunks * kFusedUnit * hashing::kChunkBytes) +
-        lane;
-    const std::uint32_t key_pair = raw[0];
-    const std::uint32_t value_pair = raw[kFusedUnit / 2];
-    const std::uint32_t packed[2] = {PackedNorms::pack(key_pair & 0xFFFFU, value_pair & 0xFFFFU),
-                                     PackedNorms::pack(key_pair >> 16, value_pair >> 16)};
-    packed_to[0] = packed[0];
-    packed_to[FusedScores::kNextEntry] = packed[1];
-    packed_to += kFusedWarps * kFusedUnit;
-    FusedNorms own[2] = {PackedNorms::unpack(packed[0], weight),
-                         PackedNorms::unpack(packed[1], weight)};
-    if (first < work.begin || first + kFusedUnit > work.end) {
+    const FusedUnitBits bits = ring.wait();
+    std::uint32_t* const packed_to = scores.norms + first;
+    const auto* raw = reinterpret_cast<const std::uint16_t*>(packed_to) + lane;
+    std::uint32_t packed[kTiles];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int token = first + lane * 2 + i;
-        if (token < work.begin || token >= work.end) own[i].log_value = -INFINITY;
+    for (int tile = 0; tile < kTiles; ++tile) {
+      packed[tile] = PackedNorms::pack(raw[tile * kFusedTile], raw[kFusedUnit + tile * kFusedTile]);
+    }
+    __syncwarp();  // all lanes have read what packed norms replace
+    FusedNorms norms[kTiles][4];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      packed_to[tile * kFusedTile + FusedScores::entry_of(static_cast<unsigned>(lane))] =
+          packed[tile];
+      FusedNorms own = PackedNorms::unpack(packed[tile], weight);
+      const int token = first + tile * kFusedTile + lane;
+      if (token < work.begin || token >= work.end) own.log_value = -INFINITY;
+#pragma unroll
+      for (int row = 0; row < 4; ++row) {
+        const int from = row * 8 + lane / 4;
+        norms[tile][row] = {__shfl_sync(kFullWarp, own.key, from),
+                            __shfl_sync(kFullWarp, own.log_value, from)};
       }
     }
-    *reinterpret_cast<float4*>(norms + lane * 2) =
-        make_float4(own[0].key, own[0].log_value, own[1].key, own[1].log_value);
-    __syncwarp();
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
-      constexpr int kTiles = kFusedUnit / kFusedTile;
       float values[kTiles][4];
       float most = totals[quad].most;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         int sums[4];
-        signed_sums<kFusedUnit>(stage + tile * kFusedTile * hashing::kChunkBytes, columns[quad],
-                                chunks, weight_sums[quad], sums);
+        signed_sums(bits.first + tile * kFusedTile * hashing::kChunkBytes, bits.stride,
+                    columns[quad], chunks, weight_sums[quad], sums);
         sums_to[(tile * kQuads + quad) * 32] = make_uint2(__byte_perm(sums[0], sums[1], 0x5410),
                                                           __byte_perm(sums[2], sums[3], 0x5410));
 #pragma unroll
         for (int row = 0; row < 4; ++row) {
-          const FusedNorms norm = norms[tile * kFusedTile + row * 8 + lane / 4];
+          const FusedNorms norm = norms[tile][row];
           values[tile][row] =
               fmaf(own_factors[quad] * static_cast<float>(sums[row]), norm.key, norm.log_value);
           most = fmaxf(most, values[tile][row]);
@@ -320,7 +346,7 @@ __device__ void score_tokens(const ScoreParams& params, FusedRing& ring, const F
       }
       totals[quad] = {most, sum};
     }
-    sums_to += kFusedWarps * (kFusedUnit / kFusedTile) * kQuads * 32;
+    sums_to += kFusedWarps * kTiles * kQuads * 32;
     ring.release();
   }
   transfer::cuda::copy_async_wait<0>();

@@ -18,8 +18,9 @@ namespace {
 #if defined(KVTIER_HAS_CLUSTERS)
 
 /// Starts to copy a block's sketches before the wait. Returns the block's share as it was taken.
+template <int kQuads>
 __device__ FusedShare start_early(const FilterArgs& args, const FusedShape& shape, int query_index,
-                                  unsigned rank, FusedRing& ring) {
+                                  unsigned rank, FusedRing<kQuads>& ring) {
   if (!shape.early) return {0, 0, 0, 1};
   const SelectRequest& request = args.request;
   const FusedShare share = early_share(request, query_index, rank, shape.blocks);
@@ -30,11 +31,12 @@ __device__ FusedShare start_early(const FilterArgs& args, const FusedShape& shap
 /// Makes the tables of the group's heads while sketches and an append are under way; ends with
 /// that. Returns the share of which the sketches are copied. `handed_on`: whether the next kernel
 /// uses the queries.
-template <int kBits>
+template <int kQuads, int kBits>
 __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
                               const FusedShape& shape, int query_index, int kv_head, int chunks,
-                              const BlockExchange& peers, FusedRing& ring, FusedTables& tables,
-                              FusedQueries& queries, float* factors, bool handed_on) {
+                              const BlockExchange& peers, FusedRing<kQuads>& ring,
+                              FusedTables& tables, FusedQueries& queries, float* factors,
+                              bool handed_on) {
   const FusedPlanes share(args, projections_of(args.request.params, chunks), peers);
   if (static_cast<int>(threadIdx.x) < share.workers) {
     post_products(args, input, query_index, kv_head, chunks, peers, share, tables);
@@ -58,9 +60,10 @@ __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
 /// Everything up to `queries.warp_sums`. All threads; no barrier at the end.
 template <int kQuads, int kChunks, int kBits, bool kBounded>
 __device__ void score_share(const FilterArgs& args, const FusedShape& shape, const FusedWork& work,
-                            const BlockExchange& peers, const FusedShare& started, FusedRing& ring,
-                            const FusedTables& tables, const float* factors,
-                            const FusedScores& scores, FusedNorms* norms, FusedQueries& queries) {
+                            const BlockExchange& peers, const FusedShare& started,
+                            FusedRing<kQuads>& ring, const FusedTables& tables,
+                            const float* factors, const FusedScores& scores,
+                            FusedQueries& queries) {
   const ScoreParams& params = args.request.params;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
   const FusedShare share(work.plan.begin, work.plan.end, peers.rank, shape.blocks);
@@ -70,11 +73,11 @@ __device__ void score_share(const FilterArgs& args, const FusedShape& shape, con
         static_sum(args, work.query_index, work.kv_head, true, peers, tables.queries,
                    FusedTables::query_pitch(args.request.kv.head_dim));
     __syncthreads();  // no warp reads the queries any more: scores take their place
-    score_tokens<kQuads, kChunks, kBits>(params, ring, work, chunks, factors, scores, norms,
-                                         queries, &others);
+    score_tokens<kQuads, kChunks, kBits>(params, ring, work, chunks, factors, scores, queries,
+                                         &others);
   } else {
-    score_tokens<kQuads, kChunks, kBits>(params, ring, work, chunks, factors, scores, norms,
-                                         queries, nullptr);
+    score_tokens<kQuads, kChunks, kBits>(params, ring, work, chunks, factors, scores, queries,
+                                         nullptr);
   }
 }
 
@@ -103,20 +106,19 @@ __global__ __launch_bounds__(kFusedThreads,
   const unsigned rank = blockIdx.x % shape.blocks;
   const int group = args.request.kv.group();
   auto* const keys = reinterpret_cast<std::uint32_t*>(dynamic);
-  const FusedScores scores{keys, reinterpret_cast<uint2*>(keys + shape.capacity)};
-  std::byte* const after = dynamic + fused_scores_bytes(shape.capacity, kQuads);
-  auto* const norms = reinterpret_cast<FusedNorms*>(after);
+  const FusedScores scores{keys, reinterpret_cast<uint2*>(dynamic + shape.sums)};
+  auto* const after_keys = reinterpret_cast<std::byte*>(keys + shape.capacity);
   shared.bins[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.chosen_before = 0;
   if (!input.after_append) transfer::cuda::wait_for_previous();
   const BlockExchange peers(args, std::int64_t{query_index} * args.request.kv.kv_heads + kv_head,
                             rank, shape.blocks);
-  FusedRing ring(args, kv_head, shape, chunks,
-                 reinterpret_cast<std::byte*>(norms + kFusedWarps * kFusedUnit));
+  FusedRing<kQuads> ring(args, kv_head, shape, chunks, dynamic);
   const bool attends = attention.tiles > 0;
-  auto& tables = *reinterpret_cast<FusedTables*>(dynamic);
-  const FusedShare started = prepare<kBits>(args, input, shape, query_index, kv_head, chunks, peers,
-                                            ring, tables, queries, shared.factors, !attends);
+  auto& tables = *reinterpret_cast<FusedTables*>(after_keys);
+  const FusedShare started =
+      prepare<kQuads, kBits>(args, input, shape, query_index, kv_head, chunks, peers, ring, tables,
+                             queries, shared.factors, !attends);
   const FusedWork work(args, query_index, kv_head, rank, shape.blocks);
   if (rank == 0 && threadIdx.x == 0) count_scored(args, work.plan, kv_head, work.group_index);
   if (attends) {
@@ -125,14 +127,14 @@ __global__ __launch_bounds__(kFusedThreads,
   }
   if (!work.empty()) {  // as all of the group
     score_share<kQuads, kChunks, kBits, kBounded>(args, shape, work, peers, started, ring, tables,
-                                                  shared.factors, scores, norms, queries);
+                                                  shared.factors, scores, queries);
     exchange_sums(queries, peers, group, 4 * kQuads, shared);
     const ScoreParams& params = args.request.params;
     const std::uint32_t least_key = kBounded ? least_key_of(params, group) : 0;
     const unsigned counted =
         write_keys<kQuads, kBounded>(params, work, scores, least_key, shared, keys);
     TaggedWord* const posted = attends ? posted_ids(args, work.group_index) : nullptr;
-    auto& exchange = *reinterpret_cast<FusedExchange*>(after);
+    auto& exchange = *reinterpret_cast<FusedExchange*>(after_keys);
     if constexpr (kBounded) {
       FusedCut cut;
       int round = 0;
@@ -189,9 +191,8 @@ bool fused_weights_fit(const SelectShape& shape) {
          (params.code_bits == 0 || planes % kPairs == 0);
 }
 
-int select_bytes(const SelectionPlan& plan, int quads, int chunks) {
-  return fused_scores_bytes(plan.capacity, quads) +
-         std::max(fused_ring_bytes(plan.stages, chunks), static_cast<int>(sizeof(FusedExchange)));
+FusedLayout layout_of(const SelectionPlan& plan, int group, const ScoreParams& params) {
+  return {plan.capacity, fused_quads(group), sign_chunks(params), plan.stages};
 }
 
 /// Gives every (query, KV head) an equal part of the device, if that has room for a query. A block
@@ -205,11 +206,11 @@ bool plan_one_kernel(const SelectShape& shape, const DeviceLimits& device, Selec
   plan.blocks = static_cast<unsigned>(
       std::min({std::int64_t{device.processors / groups}, useful, std::int64_t{kFusedBlocks}}));
   plan.capacity = tokens_of_block(shape.max_length, plan.blocks);
-  for (plan.stages = 3; plan.stages >= 2; --plan.stages) {
-    plan.bytes = select_bytes(plan, fused_quads(shape.group), sign_chunks(shape.params));
-    const int most =
-        plan.stages == 2 ? most_bytes(device.block_bytes) : roomy_bytes(device.block_bytes);
-    if (plan.bytes <= most) return true;
+  for (const int most : {roomy_bytes(device.block_bytes), most_bytes(device.block_bytes)}) {
+    for (plan.stages = 3; plan.stages >= 2; --plan.stages) {
+      plan.bytes = layout_of(plan, shape.group, shape.params).bytes;
+      if (plan.bytes <= most) return true;
+    }
   }
   return false;
 }
@@ -248,9 +249,13 @@ void enqueue_fused(cudaStream_t stream, const FilterArgs& args, const SelectionP
   allow_shape(kernel, most_bytes());
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(request.query_batch.count));
+  FusedShape shape = fused_shape(args, input, plan);
+  const FusedLayout layout = layout_of(plan, request.kv.group(), request.params);
+  shape.sums = layout.sums;
+  shape.spare = layout.spare;
   transfer::cuda::launch_overlapping(stream, kernel, grid, kFusedThreads,
                                      static_cast<std::size_t>(bytes), args, input, attention,
-                                     fused_shape(args, input, plan));
+                                     shape);
 }
 
 }  // namespace kvtier::scoring::cuda

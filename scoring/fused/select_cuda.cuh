@@ -4,6 +4,7 @@
 #include "scoring/plan/paths_cuda.cuh"
 #include "transfer/device/tensor_core.cuh"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -36,8 +37,11 @@ inline constexpr int kFusedTableBytes = 40 * 1024 + 512;
 /// Candidates of a block that the last round compares one by one.
 inline constexpr int kFusedList = 128;
 
+/// Bytes of a chunk of the bits of a unit.
+inline constexpr int kFusedPiece = kFusedUnit * hashing::kChunkBytes;
+
 inline int __host__ __device__ fused_unit_bytes(int chunks) {
-  return chunks * kFusedUnit * hashing::kChunkBytes + 2 * kFusedUnit * 2;
+  return chunks * kFusedPiece + 2 * kFusedUnit * 2;
 }
 
 /// Tokens of a tile: what a warp scores at once.
@@ -47,7 +51,7 @@ inline constexpr int kFusedTile = 32;
 /// 4 g + r of it: a lane that has the sums of a head and four tokens writes them at once, and a
 /// thread reads those of four tokens at once.
 struct FusedScores {
-  std::uint32_t* norms;  ///< `[tile][32]` of `PackedNorms`
+  std::uint32_t* norms;  ///< `[tile][32]` of `PackedNorms`; before, a unit's key and value norms
   uint2* sums;           ///< `[tile][quad][32]`: four tokens' sums of head lane % 4
 
   __device__ static unsigned entry_of(unsigned token) {
@@ -56,10 +60,9 @@ struct FusedScores {
   __device__ static unsigned token_of(unsigned entry) {
     return entry / kFusedTile * kFusedTile + entry % 4 * 8 + entry / 4 % 8;
   }
-  /// From the entry of an even token to that of the next.
-  static constexpr int kNextEntry = 4;
 };
-inline int __host__ __device__ fused_token_bytes(int quads) { return 4 + 8 * quads; }
+/// Bytes of the sums of a unit.
+constexpr int __host__ __device__ fused_sums_bytes(int quads) { return kFusedUnit * 8 * quads; }
 
 /// Quads of heads that a group takes, of which there is a kernel.
 inline int __host__ __device__ fused_quads(int group) {
@@ -72,6 +75,8 @@ struct FusedShape {
   int capacity;     ///< Tokens of a block, whole units.
   int stages;       ///< Units that a warp has under way: 2 to kFusedStages.
   bool early;       ///< Whether sketches may be read before the wait.
+  int sums = 0;     ///< Where these are in shared memory (`FusedLayout`),
+  int spare = 0;    ///< and the bytes of a warp behind them.
 };
 inline constexpr int kFusedStages = 4;
 
@@ -81,8 +86,8 @@ struct alignas(8) FusedNorms {
   float log_value;  ///< Base 2; -infinity for a token that is not finite or not eligible.
 };
 
-/// Dynamic shared memory of a block that scores: its warps' stages, and norms of their units.
-inline int __host__ __device__ fused_ring_bytes(int stages, int chunks) {
+/// Dynamic shared memory of the stream's pass: its warps' stages, and norms of their units.
+inline int fused_ring_bytes(int stages, int chunks) {
   return kFusedWarps *
          (stages * fused_unit_bytes(chunks) + kFusedUnit * static_cast<int>(sizeof(FusedNorms)));
 }
@@ -100,11 +105,35 @@ using ChoiceExchange = ExchangeOf<std::uint16_t, kChoiceBlocks>;
 /// Where a block may have more than 65,535 tokens.
 using WideExchange = ExchangeOf<std::uint32_t, kChoiceBlocks>;
 
-/// Bytes of the scores of a block's tokens, or of what is in their place before.
-inline int __host__ __device__ fused_scores_bytes(int capacity, int quads) {
-  const int bytes = capacity * fused_token_bytes(quads);
-  return bytes < kFusedTableBytes ? kFusedTableBytes : bytes;
-}
+/// Dynamic shared memory of a selection on chip: norms, which become keys; sums; and of each warp
+/// some bytes for the bits of units under way. These also lie in the places of the sums of the
+/// warp's last units, as long as there are none. The tables come after the norms, before there are
+/// sums, and what blocks exchange, when there are keys.
+///
+/// A stage is numbered by its unit's distance from the warp's last one. So unit n - 1 - s is the
+/// last in stage s, when only the sums of the s units behind it are still to come: the stages up to
+/// s need no more than their places and the spare bytes.
+struct FusedLayout {
+  int sums;   ///< Offset.
+  int spare;  ///< Bytes of a warp.
+  int bytes;  ///< Of all.
+
+  FusedLayout(int capacity, int quads, int chunks, int stages) {
+    const int stage = chunks * kFusedPiece;
+    const int unit = fused_sums_bytes(quads);
+    spare = stages * stage;
+    // A piece lies in one place, and two are a stride apart.
+    if (chunks <= 2 && unit % kFusedPiece == 0) {
+      spare = std::max(stage, spare - (stages - 1) * unit);
+    }
+    const int places = (stages * stage - spare + unit - 1) / unit;
+    const int untouched = capacity / kFusedUnit - (places > 0 ? (places + 1) * kFusedWarps : 0);
+    const int norms = capacity * static_cast<int>(sizeof(std::uint32_t));
+    sums = norms + std::max(kFusedTableBytes - std::max(untouched, 0) * unit, 0);
+    bytes = std::max(sums + capacity / kFusedUnit * unit + kFusedWarps * spare,
+                     norms + static_cast<int>(sizeof(FusedExchange)));
+  }
+};
 
 /// The units of a query that a block has: those of tokens [first, last) * kFusedUnit.
 struct FusedShare {

@@ -26,7 +26,7 @@ inline constexpr int kAttendDim = 128;
 /// Most (query, KV head) pairs of such a selection: more are balanced better by a kernel that
 /// shares out all of their rows.
 inline constexpr std::int64_t kAttendedGroups = 16;
-/// Most query heads of a KV head of it, and of one whose scores stay on chip.
+/// Most query heads of a KV head that the stream of keys attends, or has recall targets of.
 inline constexpr int kFusedHeads = 8;
 /// Most blocks that choose the tokens of one (query, KV head) together, and wait for one another.
 inline constexpr unsigned kFusedBlocks = 32;

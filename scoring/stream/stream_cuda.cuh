@@ -390,8 +390,8 @@ class UnitScorer {
   /// The same, and without value norms: -infinity of tokens that are left out.
   __device__ void score(int quad, int tile, float (&values)[4], float (&logits)[4]) const {
     int counts[2][kBits / 2][4];
-    count_planes<kFusedUnit>(unit_ + tile * kFusedTile * hashing::kChunkBytes, columns_[quad],
-                             chunks_, counts);
+    count_planes(transfer::cuda::shared_address(unit_) + tile * kFusedTile * hashing::kChunkBytes,
+                 kFusedPiece, columns_[quad], chunks_, counts);
     const FusedNorms* norms = norms_ + tile * kFusedTile + static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll
     for (int row = 0; row < 4; ++row) {
