@@ -38,7 +38,7 @@ class ChosenTest : public ::testing::Test {
     config.model.head_dim = 128;
     config.model.kv_dtype = shape.dtype;
     config.model.layer_options = {{.logit_softcap = shape.softcap}};
-    config.memory.device_bytes = 300 * MiB;
+    config.memory.device_bytes = 400 * MiB;
     config.memory.max_session_tokens = 20'000;
     config.memory.placement = KvPlacement::kDevice;
     config.retrieval = {.estimator = shape.estimator,
@@ -126,7 +126,7 @@ class ChosenTest : public ::testing::Test {
 
 TEST_F(ChosenTest, EverySizeOfAGroup) {
   for (const Estimator estimator : {Estimator::kNormAware, Estimator::kSoftCollision}) {
-    for (const int group : {1, 3, 4, 8}) {
+    for (const int group : {1, 3, 4, 8, 9, 12, 16}) {
       SCOPED_TRACE(group);
       expect_like_apart({.estimator = estimator, .query_heads = 2 * group});
     }
@@ -145,8 +145,10 @@ TEST_F(ChosenTest, ManyRowsAndFew) {
     expect_like_apart({.estimator = estimator, .top_k = 4500, .lengths = {5000}});
     expect_like_apart({.estimator = estimator, .top_k = 1, .lengths = {160, 2000}});
   }
-  expect_like_apart(
-      {.query_heads = 4, .kv_heads = 1, .top_k = 0, .sparsity = 33.0, .lengths = {17'000}});
+  for (const int group : {4, 8, 16}) {
+    expect_like_apart(
+        {.query_heads = group, .kv_heads = 1, .top_k = 0, .sparsity = 33.0, .lengths = {17'000}});
+  }
 }
 
 // Short sequences have nothing to choose from, and share a launch with long ones.
@@ -154,7 +156,11 @@ TEST_F(ChosenTest, RaggedBatches) {
   for (const Estimator estimator : {Estimator::kNormAware, Estimator::kSoftCollision}) {
     expect_like_apart({.estimator = estimator, .lengths = {40, 3000, 149, 4000, 151}});
   }
-  expect_like_apart({.query_heads = 32, .kv_heads = 8, .lengths = {700, 2000}});
+  // A block has several units for each warp, and fewer of the shorter sequence.
+  for (const int group : {4, 8, 16}) {
+    expect_like_apart({.query_heads = 8 * group, .kv_heads = 8, .lengths = {700, 2000}});
+    expect_like_apart({.query_heads = 8 * group, .kv_heads = 8, .lengths = {19'000, 9000}});
+  }
 }
 
 TEST_F(ChosenTest, ReplaysAreOneKernelBesideTheAppend) {

@@ -152,7 +152,7 @@ TEST_P(PriorityAttendTest, ManySelectedTokensOfALongSessionMerge) {
 // Heads of 128 and KV on the device: kernels that select attend too, and only they know how many.
 TEST_P(PriorityAttendTest, CountsTheRowsThatAnErrorTargetTakesOfEachKvHead) {
   for (const int query_bits : {4, 8}) {
-    for (const int group : {1, 8}) {
+    for (const int group : {1, 8, 16}) {
       for (const double error_target : {0.05, 0.3}) {
         SCOPED_TRACE(::testing::Message()
                      << query_bits << " bits, " << group << " heads a group, " << error_target);

@@ -125,10 +125,12 @@ TEST_P(LongRowsTest, AgreeForMoreThanAHundredThousandTokens) {
   struct Case {
     std::size_t score;
     Selection selection;
+    int group = 4;
   };
   for (const Case test : {Case{0, Selection::kPerKvHead}, Case{1, Selection::kPerKvHead},
-                          Case{1, Selection::kPerQueryHead}, Case{8, Selection::kPerKvHead}}) {
-    Problem problem = make_problem(scores()[test.score], test.selection, 1, 4, {&set});
+                          Case{1, Selection::kPerQueryHead}, Case{8, Selection::kPerKvHead},
+                          Case{8, Selection::kPerKvHead, 8}, Case{8, Selection::kPerKvHead, 16}}) {
+    Problem problem = make_problem(scores()[test.score], test.selection, 1, test.group, {&set});
     problem.config.top_k = 3030;
     SCOPED_TRACE(describe(problem));
 
