@@ -135,6 +135,7 @@ void prefetch_after_step(SubmissionScope& scope, EngineState& engine, int layer,
     constexpr double kMost = std::numeric_limits<int>::max();
     next.options.params.top_k = static_cast<int>(std::min(kMore * own.top_k, kMost));
     if (own.sparsity > 0) next.options.params.sparsity = std::max(own.sparsity / kMore, 1.0);
+    next.options.params.threshold = own.threshold / static_cast<float>(kMore);
     next.sketch = part.sketch;
   }
   try {

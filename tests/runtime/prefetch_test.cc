@@ -53,6 +53,37 @@ class PrefetchTest : public SpillTest {
     append_random(a, model, 0, tokens, seed);
     append_random(b, model, 0, tokens, seed);
   }
+  /// Steps with `prefetch_rows`, beside steps without and without a row cache.
+  void expect_prefetches_after_steps(const RetrievalConfig& retrieval) const {
+    Config config = row_cache_config(192);
+    config.retrieval = retrieval;
+    Config uncached = plain_config();
+    uncached.retrieval = retrieval;
+    Engine off(config);
+    config.memory.prefetch_rows = true;
+    Engine with(config), without(uncached);
+    std::optional<Session> cached(with.open());
+    Session plain = without.open(), cold = off.open();
+    append_both(*cached, plain, config.model, 900, 1);
+    append_random(cold, config.model, 0, 900, 1);
+    for (std::uint64_t step = 0; step < 40; ++step) {
+      expect_same(*cached, plain, config.model, step);
+      CallTensors c = call(config.model, step);
+      cold.decode(0, c.inputs(), c.outputs());
+    }
+    const Stats::Cumulative a = with.stats().cumulative, b = without.stats().cumulative;
+    EXPECT_GT(a.rows_prefetched_useful, 50U);
+    EXPECT_EQ(a.rows_selected, b.rows_selected);
+    EXPECT_EQ(a.queries, b.queries);
+    EXPECT_LT(a.row_cache_misses, off.stats().cumulative.row_cache_misses) << "rows were there";
+    EXPECT_EQ(off.stats().cumulative.rows_prefetched, 0U);
+    cached.reset();
+    (void)with.open();  // waits
+    const Stats::Cumulative closed = with.stats().cumulative;
+    EXPECT_EQ(waiting(closed), 0U);
+    EXPECT_EQ(closed.bytes_host_to_device,
+              (closed.row_cache_misses + closed.rows_prefetched) * kAheadRowBytes);
+  }
   static std::uint64_t waiting(const Stats::Cumulative& sum) {
     return sum.rows_prefetched - sum.rows_prefetched_useful - sum.rows_prefetched_wasted;
   }
@@ -104,31 +135,16 @@ TEST_P(PrefetchTest, GivesTheSameAndTheCountersAddUp) {
 }
 
 TEST_P(PrefetchTest, HappensAfterEachStepWhereConfigured) {
-  Config config = row_cache_config(192);
-  Engine off(config);
-  config.memory.prefetch_rows = true;
-  Engine with(config), without(plain_config());
-  std::optional<Session> cached(with.open());
-  Session plain = without.open(), cold = off.open();
-  append_both(*cached, plain, config.model, 900, 1);
-  append_random(cold, config.model, 0, 900, 1);
-  for (std::uint64_t step = 0; step < 40; ++step) {
-    expect_same(*cached, plain, config.model, step);
-    CallTensors c = call(config.model, step);
-    cold.decode(0, c.inputs(), c.outputs());
+  RetrievalConfig error = config().retrieval;  // its number of rows is not known before
+  error.estimator = Estimator::kNormAware;
+  error.rule = SelectionRule::kPriority;
+  error.code = SketchCode::kScalar;
+  error.top_k = 500;
+  error.error_target = 0.1;
+  for (const RetrievalConfig& retrieval : {config().retrieval, error}) {
+    SCOPED_TRACE(retrieval.error_target);
+    expect_prefetches_after_steps(retrieval);
   }
-  const Stats::Cumulative a = with.stats().cumulative, b = without.stats().cumulative;
-  EXPECT_GT(a.rows_prefetched_useful, 50U);
-  EXPECT_EQ(a.rows_selected, b.rows_selected);
-  EXPECT_EQ(a.queries, b.queries);
-  EXPECT_LT(a.row_cache_misses, off.stats().cumulative.row_cache_misses) << "rows were there";
-  EXPECT_EQ(off.stats().cumulative.rows_prefetched, 0U);
-  cached.reset();
-  (void)with.open();  // waits
-  const Stats::Cumulative closed = with.stats().cumulative;
-  EXPECT_EQ(waiting(closed), 0U);
-  EXPECT_EQ(closed.bytes_host_to_device,
-            (closed.row_cache_misses + closed.rows_prefetched) * kAheadRowBytes);
 }
 
 TEST_P(PrefetchTest, HappensForEverySessionOfABatch) {
