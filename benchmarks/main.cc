@@ -15,7 +15,7 @@ using namespace kvtier::bench;  // NOLINT
 
 /// Options that say how rows are chosen.
 struct Retrieval {
-  RetrievalConfig config{};
+  RetrievalConfig config{.top_k = 2048};
   std::string estimator = "norm_aware";
   std::string selection = "per_kv_head";
   std::string rule;  // empty: the estimator's
@@ -28,7 +28,8 @@ struct Retrieval {
         ->check(CLI::IsMember({"per_kv_head", "per_query_head", "per_sequence"}));
     app.add_option("--rule", rule)->check(CLI::IsMember({"top_k", "priority"}));
     app.add_option("--code", code)->check(CLI::IsMember({"sign", "scalar"}));
-    app.add_option("--error-target", config.error_target, "of the priority rule; 0: none");
+    app.add_option("--error-target", config.error_target,
+                   "of the priority rule, at most --k rows; 0: none");
     app.add_option("--coarse-bits", config.coarse_bits, "of its first phase; 0: one phase");
     app.add_option("--candidates", config.candidates, "of its first phase, over k");
     app.add_option("--bits", config.num_planes, "of a key, of norm_aware");

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cmath>
+#include <limits>
 #include <numbers>
 
 namespace kvtier::scoring {
@@ -24,20 +25,15 @@ ScoreParams score_params(const RetrievalConfig& config, int head_dim, float soft
   params.query_bits = config.query_bits;
   params.tau = config.tau;
   params.logit_scale = softmax_scale;
-  params.top_k = config.top_k;
+  params.top_k = static_cast<int>(config.most_selected(std::numeric_limits<int>::max()));
   params.sparsity = config.sparsity;
 
   params.code_bits = config.code == SketchCode::kScalar ? params.num_planes / head_dim : 0;
   params.rule = config.rule;
   params.coarse_bits = config.coarse_bits;
   params.candidates = config.candidates;
-  params.threshold = static_cast<float>(config.error_target * config.error_target);
-  if (params.threshold > 0.0F) {
-    // As many tokens as the threshold lets through, and a quarter more: their number is random.
-    const double most = std::ceil(1.25 / static_cast<double>(params.threshold));
-    if (config.sparsity == 0.0)
-      params.top_k = static_cast<int>(std::min<double>(most, params.top_k));
-  }
+  const double error = config.error_in_force();
+  params.threshold = static_cast<float>(error * error);
   params.priority_key = mix_bits(static_cast<std::uint32_t>(config.seed) ^
                                  mix_bits(static_cast<std::uint32_t>(config.seed >> 32) ^
                                           mix_bits(static_cast<std::uint32_t>(layer) + 1)));

@@ -32,10 +32,10 @@ struct ScoreParams {
   /// tokens; 0: none.
   float threshold = 0.0F;
   std::uint32_t priority_key = 0;  ///< Of `kPriority`, made of the seed and the layer.
-  int top_k = 0;
-  double sparsity = 0.0;
-  int coarse_bits = 0;  ///< Of the first of two phases (two_phase.h), or 0.
-  int candidates = 1;   ///< That the first phase takes, over those selected.
+  int top_k = 0;                   ///< Most tokens of a set, where `sparsity` is 0.
+  double sparsity = 0.0;           ///< Visible tokens over the most of a set; 0: `top_k`.
+  int coarse_bits = 0;             ///< Of the first of two phases (two_phase.h), or 0.
+  int candidates = 1;              ///< That the first phase takes, over those selected.
 
   /// Planes of the sketch that are read.
   KVTIER_HOST_DEVICE int planes_read() const {

@@ -158,8 +158,7 @@ class Bench:
         shape = model_config(text_config(config), False, kvtier.DType.BFLOAT16)
         retrieval = kvtier.hf.default_retrieval(shape.head_dim)
         own = self.arguments
-        if own.k:
-            retrieval = replace(retrieval, top_k=own.k)
+        retrieval = replace(retrieval, top_k=own.k or 4 * shape.head_dim)
         if own.bits:
             retrieval = replace(retrieval, num_planes=own.bits)
         if own.rule:

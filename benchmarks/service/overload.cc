@@ -54,6 +54,7 @@ nlohmann::json overload_rows(const ServerProcess& server, const Settings& settin
     RemoteSessionConfig config;
     config.model = {
         .layers = 1, .query_heads = kQueryHeads, .kv_heads = kKvHeads, .head_dim = kHeadDim};
+    config.retrieval.top_k = 2048;
     sessions.push_back(client.open(config));
     const TensorView view{rows.data(), DType::kBFloat16, {settings.tokens, kKvHeads, kHeadDim}};
     sessions.back().append(0, view, view);

@@ -134,13 +134,17 @@ struct RetrievalConfig {
   int num_planes = 0;
   int query_bits = 4;  ///< Norm-aware query weights: 0 (float), 4 or 8 bits.
 
-  /// Tokens to select: `top_k`, unless `sparsity` > 0, then max(1, floor(N / sparsity)) with N the
-  /// tokens visible to the query.
-  int top_k = 2048;
-  double sparsity = 0.0;
+  /// `error_target` where none of `top_k`, `sparsity` and `error_target` is given (docs/choosing.md
+  /// has what it gives). No error is aimed at with `kTopK`, two phases, a recall target, and in
+  /// `PagedSketches`: there it is a number.
+  static constexpr double kDefaultErrorTarget = 0.03;
+  static constexpr int kDefaultTopK = 2048;  ///< That number.
+  int top_k = 0;                             ///< Tokens to select; 0: not given.
+  double sparsity = 0.0;  ///< In place of `top_k`, k = max(1, floor(visible / sparsity)); 0: none.
   /// With `kPriority`: the standard error of the softmax denominator that is aimed at, relative to
-  /// it, in (0, 1); 0: none. Tokens of priority at least error_target^2 are taken, so as many as a
-  /// head needs: at most about 1 / error_target^2, and never more than `top_k` or `sparsity` says.
+  /// it, in (0, 1); 0: not given. Tokens of priority at least error_target^2 are taken, so as many
+  /// as a head needs: at most about 1 / error_target^2, and never more than `top_k` or `sparsity`
+  /// says.
   double error_target = 0.0;
 
   /// Two phases, with `kPriority` over a scalar code and a number of tokens: the first
@@ -157,6 +161,15 @@ struct RetrievalConfig {
   [[nodiscard]] KVTIER_EXPORT PlaneKind planes() const noexcept;
   /// Returns the value weighting in force.
   [[nodiscard]] KVTIER_EXPORT ValueWeighting weighting() const noexcept;
+  /// Returns the error target in force, 0 where the number of tokens is fixed.
+  [[nodiscard]] KVTIER_EXPORT double error_in_force() const noexcept;
+  /// Returns the most tokens of a set of a query that sees `visible` tokens, at least 1 where it
+  /// sees any: `top_k` or `sparsity` as given, and with an error target e without `sparsity` at
+  /// most ceil(1.25 / e^2).
+  [[nodiscard]] KVTIER_EXPORT std::int64_t most_selected(std::int64_t visible) const noexcept;
+  /// Returns these settings with `top_k = kDefaultTopK` where none of `top_k`, `sparsity` and
+  /// `error_target` is given: what a call takes that cannot aim at an error.
+  [[nodiscard]] KVTIER_EXPORT RetrievalConfig with_fixed_k() const noexcept;
   /// Returns the smallest sketch that this estimator can read, of keys of `head_dim` numbers.
   [[nodiscard]] KVTIER_EXPORT SketchConfig sketch(int head_dim) const noexcept;
   /// Returns every problem, empty when valid.
@@ -260,8 +273,8 @@ struct MemoryConfig {
   /// has an effect on rows that are staged, so on CUDA with `KvPlacement::kHost`; elsewhere rows
   /// are read in place, and nothing is allocated.
   std::optional<std::size_t> row_cache_bytes{};
-  /// Rows of it per KV head of a session's layer, rounded up to 32. -1: four times those that a
-  /// step selects, or fewer, down to those, where all layers then have some. 0: no row cache.
+  /// Rows of it per KV head of a session's layer, rounded up to 32. -1: four times the most that
+  /// a step selects, or fewer, down to that, where all layers then have some. 0: no row cache.
   int row_cache_rows = -1;
   RowCachePolicy row_cache_policy = RowCachePolicy::kScore;
   int pin_threads = 0;  ///< Threads that touch host pages before pinning; 0: all.
@@ -300,7 +313,7 @@ enum class LogLevel : std::uint8_t { kDebug, kInfo, kWarning, kError };
 /// kvtier::Config config;
 /// config.model = {.layers = 32, .query_heads = 32, .kv_heads = 8, .head_dim = 128};
 /// config.memory.host_bytes = 64 * kvtier::GiB;  // KV pages
-/// config.retrieval.top_k = 2048;
+/// config.retrieval.error_target = 0.05;  // fewer rows than by default, a larger error
 /// for (const std::string& problem : config.validate()) std::puts(problem.c_str());
 /// ```
 struct Config {

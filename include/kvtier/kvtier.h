@@ -161,13 +161,13 @@ typedef struct kvtier_retrieval_config {
   float tau;
   int32_t num_planes; /* 0: by head_dim */
   int32_t query_bits;
-  int32_t top_k;
-  double sparsity;
+  int32_t top_k;   /* 0: not given; as RetrievalConfig has it, a default error target then */
+  double sparsity; /* 0: not given */
   int32_t sink_tokens;
   int32_t recent_tokens;
   kvtier_rule rule;
   kvtier_code code;
-  double error_target; /* 0: none */
+  double error_target; /* 0: not given */
   int32_t coarse_bits; /* 0: one phase */
   int32_t candidates;
 } kvtier_retrieval_config;

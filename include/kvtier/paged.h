@@ -17,8 +17,8 @@ namespace kvtier {
 /// Of a `PagedSketches`.
 struct PagedConfig {
   ModelConfig model{};  ///< All layers sparse; `kv_dtype` is that of the cache.
-  /// Norm-aware with query_bits 4 or 8 and one phase, no error target, selections per sequence or
-  /// per KV head.
+  /// Norm-aware with query_bits 4 or 8 and one phase, selections per sequence or per KV head, and
+  /// no error target: `RetrievalConfig::kDefaultTopK` tokens where no number is given.
   RetrievalConfig retrieval{.selection = Selection::kPerSequence};
   Backend backend = Backend::kAuto;
   std::int64_t num_blocks = 0;  ///< Blocks of the caller's cache, the same in all layers.
@@ -127,6 +127,7 @@ class KVTIER_EXPORT PagedSketches {
   void check();
 
   [[nodiscard]] Backend backend() const noexcept;
+  /// Returns the configuration in force, with the number of tokens.
   [[nodiscard]] const PagedConfig& config() const noexcept;
   /// Returns the device memory of the sketches, and of everything.
   [[nodiscard]] std::size_t sketch_bytes() const noexcept;

@@ -16,9 +16,10 @@ struct RecallTarget {
   /// Share of the attention of the visible tokens, above 0 and below 1; the mean over the query
   /// heads that share a selection.
   double recall = 0.99;
-  /// Fewest tokens selected; the most is what `RetrievalConfig` says (`top_k` or `sparsity`). The
-  /// default is a quarter of that of `top_k`: where few tokens seem to have all that is wanted, the
-  /// next ones still bring answers nearer to those of dense attention (docs/quality.md).
+  /// Fewest tokens selected; the most is what `RetrievalConfig` says (`top_k` or `sparsity`), and
+  /// `kDefaultTopK` where it says nothing. The default is a quarter of that: where few tokens seem
+  /// to have all that is wanted, the next ones still bring answers nearer to those of dense
+  /// attention (docs/quality.md).
   int min_top_k = 512;
   /// Share of the variance of the scores' noise that the estimate takes out: 0 trusts the scores, 1
   /// suits logits that are normally distributed. The default is calibrated on needle-llama

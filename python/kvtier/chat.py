@@ -173,7 +173,12 @@ def parser() -> argparse.ArgumentParser:
         help="how a step selects tokens: a priority sample or the best ones by norm-aware scores, "
         "the method of the SOCKET paper, or all (default priority)",
     )
-    result.add_argument("--k", type=int, default=0, help="tokens that a step selects")
+    result.add_argument(
+        "--k",
+        type=int,
+        default=0,
+        help="tokens that a step selects (default: by the error, 2048 with top_k and socket)",
+    )
     result.add_argument("--prompt", help="one turn, instead of turns from standard input")
     result.add_argument("--max-tokens", type=int, help="of the whole conversation")
     result.add_argument("--new-tokens", type=int, default=256, help="most of an answer")

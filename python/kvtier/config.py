@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple
 
 from kvtier.errors import invalid
 from kvtier.v1 import retrieval_pb2, session_pb2
@@ -132,9 +133,14 @@ class SketchConfig(Settings):
 
 @dataclass(frozen=True)
 class RetrievalConfig(Settings):
-    """How tokens are scored and chosen. `sparsity` above 0 replaces `top_k`. The defaults measure
-    nearest to dense attention for the bytes and rows that they cost, unless rows are few
-    (docs/choosing.md); `socket` has the paper's."""
+    """How tokens are scored and chosen. The defaults measure nearest to dense attention for the
+    bytes and rows that they cost, unless rows are few (docs/choosing.md); `socket` has the paper's.
+    Without `top_k`, `sparsity` and `error_target` the priority rule in one phase aims at
+    `DEFAULT_ERROR_TARGET`; the other rule, two phases and calls with a recall target take
+    `DEFAULT_TOP_K` tokens."""
+
+    DEFAULT_ERROR_TARGET: ClassVar[float] = 0.03
+    DEFAULT_TOP_K: ClassVar[int] = 2048
 
     estimator: Estimator = Estimator.NORM_AWARE
     value_weighting: ValueWeighting = ValueWeighting.DEFAULT
@@ -149,7 +155,9 @@ class RetrievalConfig(Settings):
     #: scalar code the least multiple of head_dim from 256 on, and at least 2 bits a coordinate.
     num_planes: int = 0
     query_bits: int = 4
-    top_k: int = 2048
+    #: Tokens to select; 0: not given.
+    top_k: int = 0
+    #: In place of `top_k`, visible tokens over those selected; 0: not given.
     sparsity: float = 0.0
     sink_tokens: int = 64
     recent_tokens: int = 64
@@ -158,7 +166,7 @@ class RetrievalConfig(Settings):
     #: SIGN with the collision estimators.
     code: SketchCode = SketchCode.SCALAR
     #: With the priority rule: the standard error of the softmax denominator that is aimed at,
-    #: relative to it, above 0 and below 1; 0: none. `top_k` or `sparsity` is the most tokens then.
+    #: relative to it, above 0 and below 1; 0: not given. `top_k` or `sparsity` is the most tokens.
     error_target: float = 0.0
     #: With the priority rule over a scalar code: bits of a coordinate that are read of every token,
     #: the whole code being read of `candidates` times k tokens; 0: all bits of every token.
@@ -191,6 +199,29 @@ class RetrievalConfig(Settings):
             selection=Selection.PER_QUERY_HEAD,
             plane_kind=PlaneKind.GAUSSIAN,
         )
+
+    def error_in_force(self) -> float:
+        """Returns the error target in force, 0 where the number of tokens is fixed."""
+        may_aim = self.rule == SelectionRule.PRIORITY and self.coarse_bits == 0
+        return self.DEFAULT_ERROR_TARGET if may_aim and self._gives_no_size() else self.error_target
+
+    def most_selected(self, visible: int) -> int:
+        """Returns the most tokens of a set of a query that sees `visible` tokens."""
+        if self.sparsity > 0.0:
+            return min(visible, max(1, int(visible / self.sparsity)))
+        error = self.error_in_force()
+        most = self.top_k or (visible if error > 0.0 else self.DEFAULT_TOP_K)
+        if error * error * visible > 1.25:
+            most = min(most, math.ceil(1.25 / (error * error)))
+        return min(visible, most)
+
+    def with_fixed_k(self) -> RetrievalConfig:
+        """Returns these settings with `DEFAULT_TOP_K` tokens where none of `top_k`, `sparsity` and
+        `error_target` is given."""
+        return replace(self, top_k=self.DEFAULT_TOP_K) if self._gives_no_size() else self
+
+    def _gives_no_size(self) -> bool:
+        return self.top_k == 0 and self.sparsity == 0.0 and self.error_target == 0.0
 
     def sketch(self, head_dim: int) -> SketchConfig:
         """Returns the smallest sketch that the estimator can read, of keys of `head_dim` numbers."""
@@ -290,7 +321,8 @@ class SessionMemory(NamedTuple):
 @dataclass(frozen=True)
 class RecallTarget:
     """How much of the attention a call is to keep, instead of how many tokens: the fewest tokens
-    whose estimated share of the attention reaches `recall`, at most `top_k` or `sparsity`."""
+    whose estimated share of the attention reaches `recall`, at most `top_k` or `sparsity`, or
+    `RetrievalConfig.DEFAULT_TOP_K` where neither is given."""
 
     recall: float = 0.99
     min_top_k: int = 512

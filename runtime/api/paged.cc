@@ -36,12 +36,18 @@ transfer::PagedRows::Half half_of(const TensorView& tensor) {
           tensor.strides[2]};
 }
 
+PagedConfig prepared(const PagedConfig& given) {
+  PagedConfig config = validated(given);
+  config.retrieval = config.retrieval.with_fixed_k();  // no kernel has an error target here
+  return config;
+}
+
 }  // namespace
 
 class PagedSketches::Impl {
  public:
   explicit Impl(const PagedConfig& config)
-      : config_(validated(config)),
+      : config_(prepared(config)),
         device_(transfer::make_device(config_.backend, config_.log)),
         main_(device_->make_stream()),
         kv_{.kv_heads = config_.model.kv_heads,

@@ -145,7 +145,7 @@ std::vector<std::string> RetrievalConfig::validate() const {
     problems.require(std::isfinite(tau) && tau > 0.0F, "tau", "a finite number above 0", tau);
   }
   if (sparsity == 0.0) {
-    problems.require(top_k >= 1, "top_k", "at least 1", top_k);
+    problems.require(top_k >= 0, "top_k", "at least 1, or 0 (not given)", top_k);
   } else {
     problems.require(std::isfinite(sparsity) && sparsity >= 1.0, "sparsity",
                      "0 (use top_k) or a finite number of at least 1", sparsity);

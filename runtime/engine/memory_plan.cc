@@ -123,10 +123,7 @@ WorkspacePlan plan_workspace(const Config& config, Backend backend) {
   const RetrievalConfig& retrieval = config.retrieval;
   const bool per_head = retrieval.selection == Selection::kPerQueryHead;
 
-  std::int64_t k = std::min<std::int64_t>(retrieval.top_k, max_tokens);
-  if (retrieval.sparsity > 0.0) {
-    k = static_cast<std::int64_t>(static_cast<double>(max_tokens) / retrieval.sparsity) + 1;
-  }
+  const std::int64_t k = retrieval.most_selected(max_tokens);
   WorkspacePlan plan;
   plan.selected_rows = std::min(max_tokens, k * (per_head ? kv.group() : 1));
   std::int64_t staged_rows = config.memory.staging_rows;

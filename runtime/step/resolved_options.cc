@@ -17,8 +17,9 @@ ResolvedOptions resolve_options(const EngineState& engine, int layer,
   const LayerConfig defaults = model.layer_options.empty()
                                    ? LayerConfig{}
                                    : model.layer_options[static_cast<std::size_t>(layer)];
-  const RetrievalConfig& retrieval =
+  const RetrievalConfig& given =
       options.retrieval != nullptr ? *options.retrieval : engine.config.retrieval;
+  const RetrievalConfig retrieval = options.recall_target ? given.with_fixed_k() : given;
   ResolvedOptions resolved;
   const float default_scale = 1.0F / std::sqrt(static_cast<float>(model.head_dim));
   resolved.softmax_scale =

@@ -188,13 +188,6 @@ bool replay(const SessionEntry& entry, const v1::DecodeRequest& request, const s
   return true;
 }
 
-/// Most ids that a selection can have.
-std::int64_t selected_of(const RetrievalConfig& retrieval, std::int64_t length) {
-  if (retrieval.sparsity <= 0.0) return std::min<std::int64_t>(length, retrieval.top_k);
-  const auto share = static_cast<std::int64_t>(static_cast<double>(length) / retrieval.sparsity);
-  return std::min(length, std::max<std::int64_t>(1, share));
-}
-
 /// Tokens [begin, begin + count) of a tensor; of none, none.
 template <typename View>
 View tokens_in(View view, std::int64_t begin, std::int64_t count) {
@@ -217,6 +210,11 @@ class QueryInPieces : public CallInPieces {
 
   [[nodiscard]] UsedRegions& regions() noexcept { return regions_; }
   [[nodiscard]] const RetrievalConfig& retrieval() const noexcept { return call_.retrieval; }
+  /// Most ids of a set of the call, of a layer with so many tokens.
+  [[nodiscard]] std::int64_t most_selected(std::int64_t length) const noexcept {
+    const bool fixed = call_.options.recall_target.has_value();
+    return (fixed ? retrieval().with_fixed_k() : retrieval()).most_selected(length);
+  }
   /// Sets the query's tokens and how many of them a piece has, of a layer with so many tokens.
   void divide(std::int64_t tokens, std::int64_t length) {
     const Config& config = entry_.model->engine.config();
@@ -378,7 +376,7 @@ std::unique_ptr<CallInPieces> execute(SessionEntry& entry, const v1::SelectReque
   const std::int64_t tokens = call->query.shape[0];
   const std::int64_t length = entry.session->length(layer);
   check_not_empty(length);
-  const std::int64_t count = selected_of(call->retrieval(), length);
+  const std::int64_t count = call->most_selected(length);
   constexpr std::int64_t kOverhead = 128;
   const int tensors = 1 + (request.with_scores() ? 1 : 0) + (request.with_bias() ? 1 : 0);
   budget.take(tokens * heads * count * tensors * 4 + kOverhead);

@@ -203,6 +203,33 @@ class AttentionTest(EngineTest):
             expected = np.sort(every.ids[0, kv_head, order])
             np.testing.assert_array_equal(some.ids[0, kv_head], expected)
 
+    def test_an_error_decides_how_many_where_nothing_is_given(self) -> None:
+        length = 500
+        retrieval = dataclasses.replace(PRIORITY, top_k=0)
+        session, keys, values = self.filled(length, retrieval=retrieval)
+        query = 4.0 * rows(3, 1, QUERY_HEADS, np.float32)  # sharp attention
+        ids, _, bias = session.select(0, query, with_bias=True)
+        self.assertEqual(ids.shape, (1, KV_HEADS, length))  # so many it could be
+        counts = (ids[0] >= 0).sum(axis=1)
+        self.assertTrue((counts < length // 2).all(), counts)
+        stated = AttendOptions(retrieval=dataclasses.replace(PRIORITY, top_k=1389, error_target=0.03))
+        np.testing.assert_array_equal(session.select(0, query, stated).ids, ids)
+        static_tokens = np.r_[:SINK, length - RECENT : length]
+        chosen, added = [], []
+        for head in range(QUERY_HEADS):
+            kept = ids[0, head // GROUP] >= 0
+            chosen.append(np.r_[static_tokens, ids[0, head // GROUP][kept]])
+            added.append(np.r_[np.zeros(len(static_tokens)), bias[0, head // GROUP][kept]])
+        result = session.attend(0, query, with_selected=True)
+        np.testing.assert_array_equal(result.selected, ids)
+        expected = attention_over(query[0], keys, values, chosen, added)
+        np.testing.assert_allclose(result.out[0], expected, atol=TOLERANCE)
+        # A recall target says how many, too: a number is the most.
+        recall = AttendOptions(recall_target=kvtier.RecallTarget(min_top_k=1))
+        fixed = dataclasses.replace(recall, retrieval=retrieval.with_fixed_k())
+        found = session.select(0, query, recall).ids
+        np.testing.assert_array_equal(found, session.select(0, query, fixed).ids)
+
     def test_priority_counts_each_id_by_its_bias(self) -> None:
         session, keys, values = self.filled(500, retrieval=PRIORITY)
         query = rows(3, 1, QUERY_HEADS, np.float32)

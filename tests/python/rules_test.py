@@ -285,11 +285,38 @@ class OptionsTest(unittest.TestCase):
         options = ClientOptions("unix:/x", token="secret")
         self.assertNotIn("secret", f"{options} {options!r}")
 
+    def test_an_error_is_aimed_at_where_nothing_is_given(self) -> None:
+        by_score = {"rule": kvtier.SelectionRule.TOP_K}
+        for settings, error, most in (
+            ({}, 0.03, (10, 1000, 1389)),
+            ({"coarse_bits": 2}, 0.0, (10, 1000, 2048)),
+            (by_score, 0.0, (10, 1000, 2048)),
+            ({"top_k": 512}, 0.0, (10, 512, 512)),
+            ({"sparsity": 33.0}, 0.0, (1, 30, 30303)),
+            ({"error_target": 0.1}, 0.1, (10, 125, 125)),
+            ({"error_target": 0.001}, 0.001, (10, 1000, 1000000)),
+            ({"error_target": 1e-200}, 1e-200, (10, 1000, 1000000)),
+            ({"error_target": 0.1, "top_k": 100}, 0.1, (10, 100, 100)),
+            ({"error_target": 0.1, "top_k": 500}, 0.1, (10, 125, 125)),
+            ({"error_target": 0.1, "sparsity": 33.0}, 0.1, (1, 30, 30303)),
+        ):
+            with self.subTest(settings):
+                config = kvtier.RetrievalConfig(**settings)
+                self.assertEqual(config.error_in_force(), error)
+                found = tuple(config.most_selected(visible) for visible in (10, 1000, 1000000))
+                self.assertEqual(found, most)
+                self.assertEqual((config.most_selected(0), config.most_selected(1)), (0, 1))
+                nothing = not settings or settings in ({"coarse_bits": 2}, by_score)
+                expected = dataclasses.replace(config, top_k=2048) if nothing else config
+                self.assertEqual(config.with_fixed_k(), expected)
+
     def test_messages_have_all_that_a_configuration_has(self) -> None:
         config = kvtier.RetrievalConfig(sparsity=20.0, plane_kind=kvtier.PlaneKind.ORTHOGONAL)
         message = config.message()
         self.assertEqual(message.size.WhichOneof("size"), "sparsity")
-        self.assertEqual(kvtier.RetrievalConfig().message().size.top_k, 2048)
+        # "None given" is said, too: the server's own number would be in force otherwise.
+        size = kvtier.RetrievalConfig().message().size
+        self.assertEqual((size.WhichOneof("size"), size.top_k), ("top_k", 0))
         for field in message.DESCRIPTOR.fields:
             if field.has_presence:
                 self.assertTrue(message.HasField(field.name), field.name)

@@ -496,7 +496,7 @@ TEST(EngineErrors, CudaIsRefusedWhereItCannotBeUsed) {
 TEST(EngineErrors, AllProblemsOfAConfigurationAreNamed) {
   Config config = small_config(Backend::kCpu);
   config.model.head_dim = 65;
-  config.retrieval.top_k = 0;
+  config.retrieval.top_k = -1;
   config.memory.page_tokens = 48;
   const std::optional<Error> error = error_of([&] { const Engine engine(config); });
 
@@ -504,7 +504,9 @@ TEST(EngineErrors, AllProblemsOfAConfigurationAreNamed) {
   EXPECT_EQ(error->code(), ErrorCode::kInvalidArgument);
   EXPECT_THAT(error->what(), ::testing::HasSubstr("found 3 problems"));
   EXPECT_THAT(error->what(), ::testing::HasSubstr("model.head_dim"));
-  EXPECT_THAT(error->what(), ::testing::HasSubstr("retrieval.top_k: expected at least 1, found 0"));
+  EXPECT_THAT(
+      error->what(),
+      ::testing::HasSubstr("retrieval.top_k: expected at least 1, or 0 (not given), found -1"));
   EXPECT_THAT(error->what(), ::testing::HasSubstr("memory.page_tokens"));
 }
 

@@ -233,8 +233,8 @@ TEST_P(ErrorsTest, RejectsRetrievalSettingsOfACall) {
     std::function<void(RetrievalConfig&)> spoil;
   };
   const std::vector<Case> cases = {
-      {"top_k: expected at least 1, found 0", [](RetrievalConfig& r) { r.top_k = 0; }},
-      {"top_k: expected at least 1, found -5", [](RetrievalConfig& r) { r.top_k = -5; }},
+      {"top_k: expected at least 1, or 0 (not given), found -5",
+       [](RetrievalConfig& r) { r.top_k = -5; }},
       {"sparsity", [](RetrievalConfig& r) { r.sparsity = 0.5; }},
       {"sparsity", [](RetrievalConfig& r) { r.sparsity = std::nan(""); }},
       {"tau", [](RetrievalConfig& r) { r.tau = 0.0F; }},

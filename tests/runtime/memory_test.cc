@@ -187,6 +187,15 @@ TEST_P(MemoryTest, TheRowCacheTakesWhatIsLeft) {
   }
 }
 
+TEST_P(MemoryTest, AnErrorTargetHasRoomForItsMostTokens) {
+  Config config = this->config();
+  config.retrieval = {.error_target = 0.1};
+  EXPECT_EQ(engine_memory(config, GetParam()).row_cache_rows,
+            512);  // four times 125, in sets of 32
+  config.retrieval.top_k = 100;
+  EXPECT_EQ(engine_memory(config, GetParam()).row_cache_rows, 416);
+}
+
 TEST_P(MemoryTest, AnExplicitRowCacheWins) {
   Config config = this->config();
   const int default_rows = engine_memory(config, GetParam()).row_cache_rows;

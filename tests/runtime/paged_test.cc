@@ -315,6 +315,11 @@ TEST(PagedConfigTest, NamesWhatIsWrong) {
   expect("model.layer_options: expected sparse layers alone",
          [](PagedConfig& c) { c.model.layer_options = {{.mode = LayerMode::kDense}}; });
   expect("model.head_dim: expected", [](PagedConfig& c) { c.model.head_dim = 80; });
+
+  good.backend = Backend::kCpu;
+  EXPECT_EQ(PagedSketches(good).config().retrieval.top_k, 2048) << "where no number is given";
+  good.retrieval.sparsity = 20.0;
+  EXPECT_EQ(PagedSketches(good).config().retrieval.top_k, 0);
 }
 
 }  // namespace

@@ -185,6 +185,54 @@ TEST_P(PriorityAttendTest, CountsTheRowsThatAnErrorTargetTakesOfEachKvHead) {
   }
 }
 
+/// With one query head a KV head, so that the share of a token is that of the head's attention.
+TEST_P(PriorityAttendTest, ByDefaultFewRowsOfSharpAttentionAreWithinTheErrorOfDense) {
+  constexpr std::int64_t kTokens = 4000, kQueries = 16;
+  constexpr int kHeads = 8;
+  const RetrievalConfig retrieval;
+  const Config config = config_of(retrieval, 1, kHeads);
+  Engine engine(config);
+  Session session = engine.open();
+  append_random(session, config.model, 0, kTokens, 3);
+  const Stored stored = fetch_all(session, config.model, 0);
+  std::vector<std::int64_t> all(kTokens);
+  for (std::size_t t = 0; t < all.size(); ++t) all[t] = static_cast<std::int64_t>(t);
+  for (const float scale : {2.0F, 3.0F}) {  // standard deviation of the logits
+    SCOPED_TRACE(scale);
+    const HostTensor query =
+        HostTensor::random(kQueries, kHeads, config.model.head_dim, DType::kFloat32, 4, scale);
+    const Stats before = engine.stats();
+    const Results found = attend(session, config.model, query, retrieval);
+    const auto rows = static_cast<double>(engine.stats().cumulative.rows_selected -
+                                          before.cumulative.rows_selected);
+    const double most = 1.25 / (0.03 * 0.03) * kQueries * kHeads;
+    EXPECT_LT(rows, 0.7 * most);
+    double denominators = 0.0, outputs = 0.0, values = 0.0;
+    for (std::int64_t token = 0; token < kQueries; ++token) {
+      const std::span<const std::int64_t> seen(
+          all.data(), static_cast<std::size_t>(kTokens - kQueries + token) + 1);
+      for (int head = 0; head < kHeads; ++head) {
+        const oracle::Attention dense =
+            oracle::attend(query.row(token, head), stored.of(head), seen, 0.125);
+        const auto at = static_cast<std::size_t>(token * kHeads + head);
+        const double relative = std::expm1(static_cast<double>(found.lse.get(at)) - dense.lse);
+        denominators += relative * relative;
+        const std::vector<float> out = found.out.row(token, head);
+        for (std::size_t x = 0; x < out.size(); ++x) {
+          const double difference = static_cast<double>(out[x]) - dense.out[x];
+          outputs += difference * difference;
+        }
+      }
+    }
+    for (const float v : stored.values) values += static_cast<double>(v) * static_cast<double>(v);
+    values *= kQueries / static_cast<double>(kTokens);  // of one row for each query and head
+    const double error = std::sqrt(denominators / (kQueries * kHeads));
+    EXPECT_LT(error, 1.1 * 0.03);
+    EXPECT_GT(error, 0.1 * 0.03) << "as if all rows were attended";
+    EXPECT_LT(std::sqrt(outputs / values), 1.1 * 0.03);
+  }
+}
+
 TEST_P(PriorityAttendTest, GivenBiasesNeedNoPriorityRule) {
   RetrievalConfig retrieval = priority_estimators()[0];
   retrieval.rule = SelectionRule::kTopK;

@@ -96,6 +96,36 @@ TEST_P(PriorityTest, AnErrorTargetTakesTheTokensAboveItsThreshold) {
   }
 }
 
+TEST_P(PriorityTest, NoSizeIsAnErrorTarget) {
+  for (RetrievalConfig retrieval : priority_methods()) {
+    const Config config = config_of(retrieval, 4);
+    Engine engine(config);
+    Session session = engine.open();
+    append_random(session, config.model, 0, 3000, 8);
+    const HostTensor query = queries(config.model, 2, 5);
+    for (const Selection selection : kinds_of_sets(retrieval)) {
+      SCOPED_TRACE(name_of(retrieval));
+      retrieval.selection = selection;
+      retrieval.top_k = 0;
+      const Picked found = pick(session, config.model, query, retrieval);
+      RetrievalConfig stated = retrieval;
+      const bool two_phases = retrieval.coarse_bits > 0;
+      stated.top_k = two_phases ? 2048 : 1389;
+      stated.error_target = two_phases ? 0.0 : 0.03;
+      EXPECT_TRUE(found == pick(session, config.model, query, stated));
+      // A recall target says how many: a number is the most.
+      const bool recalls = retrieval.estimator == Estimator::kNormAware && !two_phases &&
+                           selection != Selection::kPerSequence;
+      if (!recalls) continue;
+      const AttendOptions options{.recall_target = RecallTarget{.recall = 0.9, .min_top_k = 1}};
+      stated.top_k = 2048;
+      stated.error_target = 0.0;
+      EXPECT_TRUE(pick(session, config.model, query, retrieval, 0, options) ==
+                  pick(session, config.model, query, stated, 0, options));
+    }
+  }
+}
+
 TEST_P(PriorityTest, ARecallTargetSaysHowManyTokensAreTaken) {
   for (RetrievalConfig retrieval : {priority_estimators()[0], priority_estimators()[1]}) {
     const Config config = config_of(retrieval, 4);

@@ -266,12 +266,11 @@ class Session(Closing):
         """Shape of the ids that a call may choose from `length` tokens."""
         engine = self._engine
         retrieval = engine.retrieval if options.retrieval is None else options.retrieval
-        k = retrieval.top_k
-        if retrieval.sparsity > 0.0:
-            k = max(int(length / retrieval.sparsity), 1)
+        if options.recall_target is not None:
+            retrieval = retrieval.with_fixed_k()
         heads = {
             Selection.PER_QUERY_HEAD: engine.model.query_heads,
             Selection.PER_KV_HEAD: engine.model.kv_heads,
             Selection.PER_SEQUENCE: 1,
         }[retrieval.selection]
-        return shape_of("query", query)[0], heads, max(min(k, length), 1)
+        return shape_of("query", query)[0], heads, max(retrieval.most_selected(length), 1)

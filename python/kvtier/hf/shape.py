@@ -26,14 +26,12 @@ _MAX_PLANES = 1024
 
 
 def default_retrieval(head_dim: int) -> RetrievalConfig:
-    """Returns what docs/choosing.md advises: scores from 4 bits a coordinate of each key, a priority
-    sample of four tokens a coordinate."""
+    """Returns the defaults with scores from 4 bits a coordinate of each key (docs/choosing.md)."""
     return RetrievalConfig(
         estimator=Estimator.NORM_AWARE,
         code=SketchCode.SCALAR,
         rule=SelectionRule.PRIORITY,
         num_planes=min(4 * head_dim, _MAX_PLANES),
-        top_k=4 * head_dim,
     )
 
 

@@ -51,7 +51,10 @@ class Session:
         self._query_heads = model.query_heads
         per_query_head = retrieval.selection == Selection.PER_QUERY_HEAD
         self._set_heads = model.query_heads if per_query_head else model.kv_heads
-        self._top_k = 0 if retrieval.sparsity > 0.0 else retrieval.top_k
+        if options.recall_target is not None:
+            retrieval = retrieval.with_fixed_k()
+        most_tokens = session.engine.memory.max_session_tokens
+        self._width = 0 if retrieval.sparsity > 0.0 else retrieval.most_selected(most_tokens)
         _sessions[self.handle] = self
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -72,12 +75,13 @@ class Session:
         return _attend(self.order, self.handle, layer, query)
 
     def select(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """Returns the ids that `query` selects, int32 [tokens, kv_heads or query_heads, top_k],
-        ascending, padded with -1. `InvalidArgumentError` where `sparsity` makes their number
-        depend on the length."""
-        if self._top_k == 0:
-            raise invalid("retrieval: expected top_k, found sparsity")
-        return _select(self.order, self.handle, layer, self._set_heads, self._top_k, query)
+        """Returns the ids that `query` selects, int32 [tokens, kv_heads or query_heads, width],
+        ascending, padded with -1; `width` is `RetrievalConfig.most_selected` of the most tokens of
+        a session. `InvalidArgumentError` where `sparsity` makes their number depend on the
+        length."""
+        if self._width == 0:
+            raise invalid("retrieval: expected top_k or an error target, found sparsity")
+        return _select(self.order, self.handle, layer, self._set_heads, self._width, query)
 
 
 def session_of(handle: int) -> Session:
@@ -129,10 +133,10 @@ def _attend(
 
 @torch.library.custom_op("kvtier::select", mutates_args=())
 def _select(
-    order: torch.Tensor, session: int, layer: int, heads: int, top_k: int, query: torch.Tensor
+    order: torch.Tensor, session: int, layer: int, heads: int, width: int, query: torch.Tensor
 ) -> torch.Tensor:
     own = session_of(session)
-    ids = query.new_empty((query.shape[0], heads, top_k), dtype=torch.int32)
+    ids = query.new_empty((query.shape[0], heads, width), dtype=torch.int32)
     own.session.select(layer, query, own.options, ids=ids, stream=stream_of(query))
     return ids
 
@@ -169,6 +173,6 @@ def _(
 
 @_select.register_fake
 def _(
-    order: torch.Tensor, session: int, layer: int, heads: int, top_k: int, query: torch.Tensor
+    order: torch.Tensor, session: int, layer: int, heads: int, width: int, query: torch.Tensor
 ) -> torch.Tensor:
-    return query.new_empty((query.shape[0], heads, top_k), dtype=torch.int32)
+    return query.new_empty((query.shape[0], heads, width), dtype=torch.int32)

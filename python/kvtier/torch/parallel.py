@@ -20,8 +20,8 @@ class TokenParallel:
     """Each rank holds a share of the tokens, with all KV heads, in an engine of the whole model's
     shape. `append` stores a rank's own share of the prompt. In `decode` every rank is given the
     same query, key and value. One rank stores the token: `block_tokens` steps the first rank, then
-    as many the next. Each rank selects `top_k` among the tokens that it has, and attends to them
-    and to its own first and last tokens. One `all_gather` brings the partial results together, and
+    as many the next. Each rank selects among the tokens that it has, `top_k` each or by its own
+    error, and attends to them and to its own first and last tokens. One `all_gather` brings the partial results together, and
     they are merged by their log-sum-exp, in float32; the result is the same on every rank.
 
     `group`: its backend has to take the tensors of the calls, NCCL those on a GPU, gloo those on

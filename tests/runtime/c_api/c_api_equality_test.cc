@@ -329,8 +329,15 @@ TEST_P(CApiEqualityTest, PriorityAndScalarCodesGiveTheSameBits) {
   priority.rule = SelectionRule::kPriority;
   priority.code = SketchCode::kScalar;
   priority.selection = Selection::kPerKvHead;
-  priority.top_k = 40;
-  for (const auto& [error, coarse] : {std::pair{0.0, 0}, std::pair{0.2, 0}, std::pair{0.0, 1}}) {
+  struct Case {
+    int top_k;
+    double error_target;
+    int coarse;
+  };
+  for (const auto& [top_k, error, coarse] :
+       {Case{40, 0.0, 0}, Case{40, 0.2, 0}, Case{40, 0.0, 1}, Case{0, 0.0, 0}}) {
+    const int n = top_k > 0 ? top_k : 600;  // without a number as many as there are
+    priority.top_k = top_k;
     priority.error_target = error;
     priority.coarse_bits = coarse;
     priority.candidates = 3;
@@ -340,9 +347,9 @@ TEST_P(CApiEqualityTest, PriorityAndScalarCodesGiveTheSameBits) {
     c_options.retrieval = &c_priority;
     const AttendOptions options{.retrieval = &priority};
     CallTensors a(config_.model, 2, 60), b(config_.model, 2, 60);
-    HostIds a_ids(2, config_.model.kv_heads, 40), b_ids(2, config_.model.kv_heads, 40);
-    HostTensor a_bias(2, config_.model.kv_heads, 40, DType::kFloat32);
-    HostTensor b_bias(2, config_.model.kv_heads, 40, DType::kFloat32);
+    HostIds a_ids(2, config_.model.kv_heads, n), b_ids(2, config_.model.kv_heads, n);
+    HostTensor a_bias(2, config_.model.kv_heads, n, DType::kFloat32);
+    HostTensor b_bias(2, config_.model.kv_heads, n, DType::kFloat32);
     session_->select(0, a.query.view(), {.ids = a_ids.view(), .bias = a_bias.mutable_view()}, {},
                      options);
     const kvtier_tensor query = to_c(b.query.view());
@@ -355,7 +362,7 @@ TEST_P(CApiEqualityTest, PriorityAndScalarCodesGiveTheSameBits) {
     EXPECT_EQ(a_ids.data, b_ids.data);
     EXPECT_EQ(a_bias.bytes(), b_bias.bytes());
     const auto* biases = reinterpret_cast<const float*>(a_bias.bytes().data());
-    EXPECT_GT(*std::max_element(biases, biases + 2 * config_.model.kv_heads * 40), 0.0F);
+    EXPECT_GT(*std::max_element(biases, biases + 2 * config_.model.kv_heads * n), 0.0F);
 
     AttendInputs inputs = a.attend_inputs();
     inputs.selected = a_ids.view();
@@ -458,7 +465,8 @@ TEST(CApiDefaults, AreThoseOfTheCppApi) {
   EXPECT_EQ(c.retrieval.tau, d.retrieval.tau);
   EXPECT_EQ(c.retrieval.num_planes, d.retrieval.num_planes);
   EXPECT_EQ(c.retrieval.query_bits, d.retrieval.query_bits);
-  EXPECT_EQ(c.retrieval.top_k, d.retrieval.top_k);
+  EXPECT_EQ(c.retrieval.top_k, 0);
+  EXPECT_EQ(c.retrieval.error_target, 0.0);
   EXPECT_EQ(c.retrieval.sparsity, d.retrieval.sparsity);
   EXPECT_EQ(c.retrieval.sink_tokens, d.retrieval.sink_tokens);
   EXPECT_EQ(c.retrieval.recent_tokens, d.retrieval.recent_tokens);

@@ -193,7 +193,7 @@ TEST(CApi, EachKindOfFailureHasItsStatus) {
 TEST(CApi, AConfigurationIsCheckedByTheCppApi) {
   kvtier_config config = small_config();
   config.head_dim = 65;
-  config.retrieval.top_k = 0;
+  config.retrieval.top_k = -1;
   kvtier_engine* engine = nullptr;
 
   EXPECT_EQ(kvtier_engine_create(&config, &engine), KVTIER_INVALID_ARGUMENT);

@@ -125,7 +125,8 @@ std::vector<Case> single_problems() {
        [](Config& c) { c.retrieval.tau = 0.0F; }},
       {"retrieval.tau: expected a finite number above 0, found inf",
        [](Config& c) { c.retrieval.tau = static_cast<float>(kInfinity); }},
-      {"retrieval.top_k: expected at least 1, found 0", [](Config& c) { c.retrieval.top_k = 0; }},
+      {"retrieval.top_k: expected at least 1, or 0 (not given), found -1",
+       [](Config& c) { c.retrieval.top_k = -1; }},
       {"retrieval.sparsity: expected 0 (use top_k) or a finite number of at least 1, "
        "found 0.500000",
        [](Config& c) { c.retrieval.sparsity = 0.5; }},
@@ -194,7 +195,7 @@ TEST(ConfigTest, ReportsAllProblemsAtOnce) {
   config.memory.page_tokens = 20;
   config.memory.max_session_tokens = -1;
   config.memory.max_batch_rows = 0;
-  config.retrieval.top_k = 0;
+  config.retrieval.top_k = -1;
   config.retrieval.tau = -1.0F;
   config.extra_sketches = {{.num_planes = 2000}};
 
@@ -291,6 +292,64 @@ TEST(RetrievalConfigTest, FillsInDefaultsByEstimator) {
   config.value_weighting = ValueWeighting::kNone;
   EXPECT_EQ(config.sketch(64).kind, PlaneKind::kGaussian);
   EXPECT_EQ(config.weighting(), ValueWeighting::kNone);
+}
+
+TEST(RetrievalConfigTest, AimsAtAnErrorWhereNothingIsGiven) {
+  constexpr auto kTopK = SelectionRule::kTopK;
+  constexpr auto kPriority = SelectionRule::kPriority;
+  struct Row {
+    SelectionRule rule;
+    int coarse_bits, top_k;
+    double sparsity, error_target;
+    double error;  // in force
+    std::int64_t most_of_10, most_of_1000, most_of_million;
+  };
+  for (const Row& row : {
+           // Nothing given: 1.25 / .03^2, or the usual number.
+           Row{kPriority, 0, 0, 0.0, 0.0, 0.03, 10, 1000, 1389},
+           Row{kPriority, 2, 0, 0.0, 0.0, 0.0, 10, 1000, 2048},
+           Row{kTopK, 0, 0, 0.0, 0.0, 0.0, 10, 1000, 2048},
+           // A number is a fixed k.
+           Row{kPriority, 0, 1, 0.0, 0.0, 0.0, 1, 1, 1},
+           Row{kPriority, 0, 512, 0.0, 0.0, 0.0, 10, 512, 512},
+           Row{kPriority, 2, 512, 0.0, 0.0, 0.0, 10, 512, 512},
+           Row{kTopK, 0, 5000, 0.0, 0.0, 0.0, 10, 1000, 5000},
+           Row{kPriority, 0, 0, 33.0, 0.0, 0.0, 1, 30, 30303},
+           Row{kTopK, 0, 0, 33.0, 0.0, 0.0, 1, 30, 30303},
+           Row{kPriority, 0, 512, 33.0, 0.0, 0.0, 1, 30, 30303},
+           // An error, alone and below a cap.
+           Row{kPriority, 0, 0, 0.0, 0.1, 0.1, 10, 125, 125},
+           Row{kPriority, 0, 0, 0.0, 0.001, 0.001, 10, 1000, 1'000'000},
+           Row{kPriority, 0, 0, 0.0, 1e-200, 1e-200, 10, 1000, 1'000'000},
+           Row{kPriority, 0, 100, 0.0, 0.1, 0.1, 10, 100, 100},
+           Row{kPriority, 0, 500, 0.0, 0.1, 0.1, 10, 125, 125},
+           Row{kPriority, 0, 0, 33.0, 0.1, 0.1, 1, 30, 30303},
+       }) {
+    RetrievalConfig config;
+    config.rule = row.rule;
+    config.coarse_bits = row.coarse_bits;
+    config.top_k = row.top_k;
+    config.sparsity = row.sparsity;
+    config.error_target = row.error_target;
+    SCOPED_TRACE(::testing::Message() << "rule " << static_cast<int>(row.rule) << ", coarse_bits "
+                                      << row.coarse_bits << ", top_k " << row.top_k << ", sparsity "
+                                      << row.sparsity << ", error_target " << row.error_target);
+    EXPECT_THAT(config.validate(), IsEmpty());
+    EXPECT_EQ(config.error_in_force(), row.error);
+    EXPECT_EQ(config.most_selected(0), 0);
+    EXPECT_EQ(config.most_selected(1), 1);
+    EXPECT_EQ(config.most_selected(10), row.most_of_10);
+    EXPECT_EQ(config.most_selected(1000), row.most_of_1000);
+    EXPECT_EQ(config.most_selected(1'000'000), row.most_of_million);
+
+    const RetrievalConfig fixed = config.with_fixed_k();
+    const bool given = row.top_k > 0 || row.sparsity > 0.0 || row.error_target > 0.0;
+    EXPECT_EQ(fixed.top_k, given ? row.top_k : 2048);
+    EXPECT_EQ(fixed.sparsity, row.sparsity);
+    EXPECT_EQ(fixed.error_in_force(), row.error_target);
+  }
+  EXPECT_EQ(RetrievalConfig{}.error_in_force(), RetrievalConfig::kDefaultErrorTarget);
+  EXPECT_EQ(RetrievalConfig::socket().most_selected(1 << 20), RetrievalConfig::kDefaultTopK);
 }
 
 TEST(RetrievalConfigTest, ScalarCodeIsByDefaultTheLeastFrom256BitsAndTwoACoordinateOn) {

@@ -156,10 +156,12 @@ TEST_F(CoreBiasTest, AnErrorTargetOfACallTakesFewer) {
   ASSERT_EQ(select(request, response).reason(), "OK");
   RetrievalConfig retrieval = engine_->config().retrieval;
   retrieval.error_target = 0.6;
-  std::vector<std::int32_t> ids(kKvHeads * kTopK);
+  constexpr int kMost = 4;  // 1.25 / .6^2
+  std::vector<std::int32_t> ids(kKvHeads * kMost);
   embedded_->select(0, view(request.query()),
-                    {.ids = {ids.data(), DType::kInt32, {1, kKvHeads, kTopK}}}, {},
+                    {.ids = {ids.data(), DType::kInt32, {1, kKvHeads, kMost}}}, {},
                     {.retrieval = &retrieval});
+  EXPECT_THAT(response.ids().shape(), ElementsAre(1, kKvHeads, kMost));
   EXPECT_EQ(response.ids().data(),
             std::string(reinterpret_cast<const char*>(ids.data()), ids.size() * 4));
   EXPECT_THAT(ids, ::testing::Contains(-1));
@@ -283,6 +285,31 @@ TEST_F(CoreBiasTest, ACodeNeedsItsSketch) {
   EXPECT_EQ(decode(request, response).reason(), "OK");
 }
 
+TEST_F(CoreBiasTest, NoSizeIsAnErrorTargetAndWithARecallTargetANumber) {
+  for (const std::uint64_t chunk : {1U, 2U, 3U, 4U, 5U, 6U}) {  // 2,100 tokens
+    ASSERT_EQ(append(name_, append_request(0, 300, chunk)).reason(), "OK");
+  }
+  v1::SelectRequest request;
+  request.set_session(name_);
+  *request.mutable_query() = random_tensor(1, kQueryHeads, 5);
+  v1::RetrievalOptions& retrieval = *request.mutable_options()->mutable_retrieval();
+  retrieval.mutable_size()->set_top_k(0);
+  v1::SelectResponse response, stated, most, numbered;
+  EXPECT_EQ(select(request, response).reason(), "OK");
+  EXPECT_THAT(response.ids().shape(), ElementsAre(1, kKvHeads, 1389));
+  retrieval.set_error_target(0.03);
+  EXPECT_EQ(select(request, stated).reason(), "OK");
+  EXPECT_EQ(stated.ids().data(), response.ids().data());
+
+  retrieval.set_error_target(0.0);
+  request.mutable_options()->mutable_recall_target()->set_recall(0.5);
+  EXPECT_EQ(select(request, most).reason(), "OK");
+  EXPECT_THAT(most.ids().shape(), ElementsAre(1, kKvHeads, 2048));
+  retrieval.mutable_size()->set_top_k(2048);
+  EXPECT_EQ(select(request, numbered).reason(), "OK");
+  EXPECT_EQ(numbered.ids().data(), most.ids().data());
+}
+
 TEST_F(CoreBiasTest, AGivenEstimatorHasItsOwnRuleAndCode) {
   const std::string plain = open();  // soft collision
   ASSERT_EQ(append(plain, append_request(0, 300, 0)).reason(), "OK");
@@ -315,6 +342,7 @@ TEST(RetrievalMessages, OfFormerClientsKeepTheirMeaning) {
   EXPECT_EQ(found.code, SketchCode::kSign);
   EXPECT_EQ(found.weighting(), ValueWeighting::kLinear);
   EXPECT_EQ(found.sketch(128), (SketchConfig{.kind = PlaneKind::kGaussian, .num_planes = 320}));
+  EXPECT_EQ(found.most_selected(1 << 20), 2048);
 
   former.Clear();
   former.set_estimator(v1::ESTIMATOR_NORM_AWARE);
@@ -325,6 +353,8 @@ TEST(RetrievalMessages, OfFormerClientsKeepTheirMeaning) {
     EXPECT_EQ(found.rule, SelectionRule::kTopK);
     EXPECT_EQ(found.code, SketchCode::kSign);
     EXPECT_EQ(found.coarse_bits, 0);
+    EXPECT_EQ(found.error_in_force(), 0.0);
+    EXPECT_EQ(found.most_selected(1 << 20), 2048);
     for (const int head_dim : {64, 96, 128, 256}) {
       EXPECT_EQ(found.sketch(head_dim),
                 (SketchConfig{.kind = PlaneKind::kOrthogonal, .num_planes = 256}));
@@ -338,6 +368,38 @@ TEST(RetrievalMessages, OfFormerClientsKeepTheirMeaning) {
   EXPECT_EQ(found.top_k, 77);
   EXPECT_EQ(found.rule, SelectionRule::kPriority);
   EXPECT_EQ(found.sketch(96), server.sketch(96));
+}
+
+TEST(RetrievalMessages, SayHowManyTokensOrThatNothingIsGiven) {
+  RetrievalConfig number, error;
+  number.top_k = 77;
+  error.error_target = 0.1;
+  RetrievalConfig share;
+  share.sparsity = 20.0;
+  const RetrievalConfig none;
+  for (const RetrievalConfig& base : {none, number, error, share}) {
+    // The base's where the message says nothing.
+    RetrievalConfig found = retrieval_of({}, base, "retrieval");
+    EXPECT_EQ(found.error_in_force(), base.error_in_force());
+    EXPECT_EQ(found.most_selected(5000), base.most_selected(5000));
+    // A whole configuration says all, also that nothing is given.
+    for (const RetrievalConfig& given : {none, number, error, share}) {
+      found = retrieval_of(message_of(given), base, "retrieval");
+      EXPECT_EQ(found.sparsity, given.sparsity);
+      EXPECT_EQ(found.error_target, given.error_target);
+      EXPECT_EQ(found.error_in_force(), given.error_in_force());
+      EXPECT_EQ(found.most_selected(5000), given.most_selected(5000));
+    }
+  }
+  v1::RetrievalOptions message;
+  message.set_error_target(0.05);
+  RetrievalConfig found = retrieval_of(message, none, "retrieval");
+  EXPECT_EQ(found.error_in_force(), 0.05);
+  EXPECT_EQ(found.most_selected(5000), 500);
+  EXPECT_EQ(retrieval_of(message, number, "retrieval").most_selected(5000), 77);
+  message.Clear();
+  message.mutable_size()->set_top_k(-1);
+  EXPECT_THROW((void)retrieval_of(message, none, "retrieval"), ServiceError);
 }
 
 TEST(RetrievalMessages, HaveAllThatAConfigurationHas) {
