@@ -83,7 +83,8 @@ void add_replay(CLI::App& program, ReplayCommand& command) {
                                          "Select 1/S of the visible tokens (default 10,33,100)")
                               ->delimiter(',')
                               ->allow_extra_args(false);
-  app.add_option("--k", grid.top_ks, "Select k tokens, instead of --sparsity")
+  app.add_option("--k", grid.top_ks,
+                 "Select k tokens, instead of --sparsity; 0: as many as the error target takes")
       ->delimiter(',')
       ->allow_extra_args(false)
       ->excludes(sparsity);

@@ -151,18 +151,8 @@ struct SelectedIds {
   }
 };
 
-/// Tokens that a step asks for, eligible or not.
-std::int64_t wanted_tokens(const RetrievalConfig& retrieval, const StepSpans& spans) {
-  std::int64_t k = retrieval.top_k;
-  if (retrieval.sparsity > 0.0) {
-    k = static_cast<std::int64_t>(static_cast<double>(spans.visible) / retrieval.sparsity);
-    k = std::max<std::int64_t>(k, 1);
-  }
-  return std::min(k, spans.visible);
-}
-
 std::int64_t num_to_select(const RetrievalConfig& retrieval, const StepSpans& spans) {
-  return std::min(wanted_tokens(retrieval, spans), spans.num_eligible());
+  return std::min(retrieval.most_selected(spans.visible), spans.num_eligible());
 }
 
 /// Replays one layer of a trace; all rows see the same session.
@@ -263,7 +253,9 @@ class LayerReplay {
  private:
   [[nodiscard]] SelectedIds make_ids(const RetrievalConfig& retrieval) const {
     std::int64_t k = 0;
-    for (const StepSpans& spans : spans_) k = std::max(k, wanted_tokens(retrieval, spans));
+    for (const StepSpans& spans : spans_) {
+      k = std::max(k, retrieval.most_selected(spans.visible));
+    }
     return {chunk_.steps, engine_.config().model.num_sets(retrieval.selection), k};
   }
   [[nodiscard]] MutableTensorView out_view() {
@@ -315,7 +307,12 @@ class LayerReplay {
 /// Returns the rows of a report: the exact selector at each size and selection, then the grid.
 std::vector<ReplayRow> make_rows(const std::vector<RetrievalConfig>& grid_rows) {
   std::vector<ReplayRow> rows;
-  for (const RetrievalConfig& row : grid_rows) {
+  for (RetrievalConfig row : grid_rows) {
+    // It takes the most tokens that an error target does.
+    if (row.sparsity == 0.0) {
+      row.top_k = static_cast<int>(row.most_selected(std::numeric_limits<int>::max()));
+    }
+    row.error_target = 0.0;
     const bool known = std::any_of(rows.begin(), rows.end(), [&](const ReplayRow& other) {
       return other.retrieval.selection == row.selection &&
              other.retrieval.sparsity == row.sparsity && other.retrieval.top_k == row.top_k;

@@ -99,7 +99,7 @@ std::vector<RetrievalConfig> ReplayGrid::expand() const {
       add_problem(problems, std::string(name_of(kEstimatorNames, config.estimator)) + ": " +
                                 as_option(std::move(problem)));
     }
-    rows.push_back(config);
+    rows.push_back(config.error_in_force() > 0.0 ? config : config.with_fixed_k());
   };
   for (const Estimator estimator : estimators) {
     for (const ValueWeighting weighting : weightings) {

@@ -17,8 +17,9 @@ std::string fixed(double value, int digits) {
 }
 
 std::string size_name(const RetrievalConfig& retrieval) {
-  if (retrieval.sparsity <= 0.0) return "k=" + std::to_string(retrieval.top_k);
-  return format("%gx", retrieval.sparsity);
+  if (retrieval.sparsity > 0.0) return format("%gx", retrieval.sparsity);
+  if (retrieval.top_k == 0) return format("e=%g", retrieval.error_in_force());
+  return "k=" + std::to_string(retrieval.top_k);
 }
 
 std::string_view estimator_name(const ReplayRow& row) {
@@ -100,7 +101,7 @@ nlohmann::json selector_json(const ReplayRow& row, int head_dim) {
   json["value_weighting"] = weighting_name(row);
   json["rule"] = name_of(kRuleNames, r.rule);
   json["code"] = name_of(kCodeNames, r.code);
-  if (r.error_target > 0.0) json["error_target"] = r.error_target;
+  if (r.error_in_force() > 0.0) json["error_target"] = r.error_in_force();
   if (r.coarse_bits > 0) {
     json["coarse_bits"] = r.coarse_bits;
     json["candidates"] = r.candidates;

@@ -396,6 +396,24 @@ TEST(ReplayGrid, ExpandsEveryCombination) {
   EXPECT_EQ(rows.back().sparsity, 100.0);
 }
 
+TEST(ReplayGrid, NoNumberIsAnErrorWhereThereIsOne) {
+  ReplayGrid grid;
+  grid.estimators = {Estimator::kSoftCollision, Estimator::kNormAware};
+  grid.top_ks = {0, 512};
+  std::vector<RetrievalConfig> rows = grid.expand();
+  ASSERT_EQ(rows.size(), 4U);
+  EXPECT_EQ(rows[0].top_k, 2048);  // has no error target
+  EXPECT_EQ(rows[1].top_k, 512);
+  EXPECT_EQ(rows[2].error_in_force(), 0.03);
+  EXPECT_EQ(rows[2].most_selected(5000), 1389);
+  EXPECT_EQ(rows[3].error_in_force(), 0.0);
+  grid.estimators = {Estimator::kNormAware};
+  grid.error_target = 0.1;
+  rows = grid.expand();
+  EXPECT_EQ(rows[0].most_selected(5000), 125);
+  EXPECT_EQ(rows[1].error_in_force(), 0.1);  // 512 is the most
+}
+
 TEST(ReplayGrid, NamesPairsThatDoNotFit) {
   const std::map<Estimator, std::vector<ValueWeighting>> wrong = {
       {Estimator::kSoftCollision, {ValueWeighting::kLogit}},
