@@ -14,7 +14,7 @@ struct GenerateOptions {
   std::vector<std::int32_t> prompt;
   std::int64_t max_tokens = 32;
   RuntimeOptions runtime;
-  Method method;  ///< `sparsity` divides the tokens visible at each step.
+  Method method;  ///< `sparsity` divides the tokens visible at each step; 0: as `retrieval` says.
 };
 
 /// Parses "1,2,3", or "@FILE" with ids apart by commas or white space. Throws `kInvalidArgument`

@@ -11,6 +11,7 @@
 
 #include <cstdio>
 #include <iostream>
+#include <optional>
 #include <unistd.h>
 
 namespace {
@@ -27,7 +28,7 @@ struct Arguments {
   std::string plane_kind;
   EvalOptions eval;
   std::int64_t max_tokens = 32;
-  double sparsity = 0.0;
+  std::optional<double> sparsity;
   RecordOptions record;
   BenchOptions bench;
   int layer = -1;
@@ -179,8 +180,9 @@ CLI::App* add_generate(CLI::App& app, Arguments& a) {
   generate->add_option("--max-tokens", a.max_tokens, "Most tokens to generate")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  generate->add_option("--sparsity", a.sparsity, "Tokens visible over tokens selected; 0: dense")
-      ->capture_default_str();
+  generate->add_option("--sparsity", a.sparsity,
+                       "Tokens visible over tokens selected; 0: dense (default: as many tokens as "
+                       "the error target needs)");
   add_single(*generate, a.eval.retrieval);
   add_retrieval(*generate, a, a.eval.retrieval);
   return generate;
@@ -351,13 +353,14 @@ void run_eval(Arguments& a, const std::string& command) {
 void run_generate(Arguments& a) {
   Decoder decoder = load_decoder(a.model, make_compute(a));
   RetrievalOptions retrieval = a.eval.retrieval;
-  retrieval.sparsities = {a.sparsity};
+  retrieval.sparsities = {a.sparsity.value_or(1.0)};
   std::vector<std::string> left_out;
   GenerateOptions options;
   options.prompt = parse_ids(a.prompt);
   options.max_tokens = a.max_tokens;
   options.runtime = a.eval.runtime;
   options.method = make_methods(retrieval, left_out).front();
+  if (!a.sparsity) options.method.sparsity = 0.0;
   bool first = true;
   generate(decoder, options, [&first](std::int32_t token) {
     std::cout << (first ? "" : ",") << token << std::flush;

@@ -71,6 +71,16 @@ TEST_F(GenerateTest, EqualsDenseWhenEverythingIsSelected) {
   EXPECT_EQ(run(), dense);
 }
 
+TEST_F(GenerateTest, WithoutASparsityTheErrorDecides) {
+  const std::vector<std::int32_t> dense = run();
+  options_.method.dense = false;
+  options_.method.sparsity = 0.0;
+  options_.method.retrieval.sink_tokens = options_.method.retrieval.recent_tokens = 4;
+  options_.method.retrieval.error_target = 1e-4;  // which takes tokens of a share of 1e-8
+
+  EXPECT_EQ(run(), dense);
+}
+
 TEST_F(GenerateTest, StopsAfterAnEndToken) {
   const std::vector<std::int32_t> whole = run();
   model_.eos = whole[2];
