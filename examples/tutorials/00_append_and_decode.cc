@@ -6,6 +6,7 @@
 
 #include "tutorials/tensors.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <vector>
@@ -16,7 +17,6 @@ int main() try {
   config.model = {.layers = 1, .query_heads = 8, .kv_heads = 2, .head_dim = 64};
   config.memory.host_bytes = 16 * kvtier::MiB;
   config.memory.max_session_tokens = kTokens + 1;
-  config.retrieval.top_k = 128;
   kvtier::Engine engine(config);
   kvtier::Session session = engine.open();
 
@@ -34,9 +34,11 @@ int main() try {
     for (int i = 0; i < 64; ++i) query.row(0, head)[i] += 2.0F * keys.row(1234, head / 4)[i];
   }
 
-  // Decode: append the last token, select 128 tokens for each KV head, attend.
+  // Decode: append the last token, select for each KV head as many tokens as the error needs,
+  // attend.
   Tensor out(1, 8, 64);
-  std::vector<std::int32_t> ids(2 * 128);
+  const std::int64_t most = config.retrieval.most_selected(kTokens + 1);
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(2 * most));
   std::vector<float> missed(8);
   kvtier::DecodeInputs inputs;
   inputs.query = query.view();
@@ -44,15 +46,18 @@ int main() try {
   inputs.value = {values.row(kTokens, 0), kvtier::DType::kFloat32, {1, 2, 64}};
   kvtier::AttendOutputs outputs;
   outputs.out = out.view();
-  outputs.selected = {ids.data(), kvtier::DType::kInt32, {1, 2, 128}};
+  outputs.selected = {ids.data(), kvtier::DType::kInt32, {1, 2, most}};
   outputs.missed = {missed.data(), kvtier::DType::kFloat32, {1, 8}};
   session.decode(0, inputs, outputs);
 
   const Tensor dense =
       tutorial::dense_attention(config.model, query, keys, values, session.length());
   const double sparse_error = tutorial::relative_error(out, dense);
-  std::printf("128 of %lld tokens by priority: relative error %.4f, missed mass of head 0 %.4f\n",
-              static_cast<long long>(session.length()), sparse_error, double{missed[0]});
+  const auto selected = std::ranges::count_if(ids, [](std::int32_t id) { return id >= 0; });
+  std::printf(
+      "%lld of %lld tokens for 2 KV heads: relative error %.4f, missed mass of head 0 %.4f\n",
+      static_cast<long long>(selected), static_cast<long long>(session.length()), sparse_error,
+      double{missed[0]});
 
   // With k above the length, every token is attended: the result is dense attention.
   kvtier::RetrievalConfig everything = config.retrieval;

@@ -22,7 +22,6 @@ int main(int argc, char** argv) try {
 
   kvtier::RemoteSessionConfig config;
   config.model = {.layers = 1, .query_heads = 8, .kv_heads = 2, .head_dim = 64};
-  config.retrieval.top_k = 64;
   kvtier::RemoteSession session = client.open(config);  // its lease is renewed in the background
 
   const Tensor keys = Tensor::random(kTokens, 2, 64, 1), values = Tensor::random(kTokens, 2, 64, 2);
