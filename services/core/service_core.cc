@@ -653,7 +653,7 @@ void ServiceCore::run(const Call& call, const v1::OpenLeaseRequest& request,
     execute_once(call.tenant->replies(), request, response, [&] {
       const auto opened = pages_.open(
           *call.tenant, {.model = request.model(), .page_bytes = page_bytes_of(request)},
-          executor_.make_strand());
+          executor_.make_strand({.tenant = call.tenant->index(), .weight = call.tenant->weight()}));
       v1::PageLease& lease = *response.mutable_lease();
       lease.set_name(opened->name);
       lease.set_page_bytes(opened->config.page_bytes);

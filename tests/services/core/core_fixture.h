@@ -26,7 +26,8 @@ namespace kvtier::services::testing {
 class ManualExecutor final : public Executor {
  public:
   using Executor::make_strand;
-  std::unique_ptr<Strand> make_strand(const Lane& /*lane*/) override {
+  std::unique_ptr<Strand> make_strand(const Lane& lane) override {
+    last_lane = lane;
     return std::make_unique<Queue>(*this);
   }
   void finish() override { run_all(); }
@@ -49,6 +50,8 @@ class ManualExecutor final : public Executor {
     return run_one();
   }
   [[nodiscard]] std::size_t num_waiting() const { return tasks_.size(); }
+
+  Lane last_lane;  ///< Of the last strand that was made.
 
  private:
   class Queue final : public Strand {

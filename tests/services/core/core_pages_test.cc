@@ -281,6 +281,16 @@ TEST_F(CorePagesTest, LeasesOfOthersAreAsGoodAsUnknown) {
   EXPECT_EQ(response.hits(), 0);
 }
 
+TEST_F(CorePagesTest, CallsOfALeaseTakeTheTimeOfItsTenant) {
+  ServiceCoreOptions two = options();
+  two.tenants = two_tenants();
+  two.tenants[1].limits.weight = 7;
+  make_core(two);
+  (void)open_lease(1);
+  EXPECT_EQ(executor_.last_lane.tenant, 1U);
+  EXPECT_EQ(executor_.last_lane.weight, 7);
+}
+
 TEST_F(CorePagesTest, LeaseLivesAsLongAsItIsNamed) {
   const std::string lease = open_lease();
   const std::string idle = open_lease();
