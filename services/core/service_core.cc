@@ -56,10 +56,7 @@ struct ServiceCore::Creation {
         request(request_in),
         response(response_in),
         done(std::move(done_in)) {}
-  ~Creation() {
-    if (charged) arrival.tenant.refund_session();
-  }
-  Creation(const Creation&) = delete;  // gives its charge back once
+  Creation(const Creation&) = delete;  // ends once
   Creation& operator=(const Creation&) = delete;
 
   const CallRecord arrival;
@@ -70,8 +67,9 @@ struct ServiceCore::Creation {
   std::shared_ptr<InflightReservation> reservation;
   ModelSpec spec;
   std::int64_t capacity = 0;
-  bool charged = false;  ///< For a session.
+  bool charged = false;  ///< For a session; later the entry is.
   std::shared_ptr<Model> model;
+  std::shared_ptr<SessionEntry> entry;
   std::optional<TimePoint> started;
 };
 
@@ -291,14 +289,15 @@ void ServiceCore::proceed(Creation& creation, Act act) {
 }
 
 void ServiceCore::begin(Creation& creation) const {
-  const TimePoint now = options_.now();
-  if (!creation.started) creation.started = now;
-  if (now > creation.call.deadline || (creation.call.cancelled && creation.call.cancelled())) {
-    throw ServiceError::unavailable("QUEUE_TIMEOUT", "the call waited past its deadline");
-  }
+  if (!creation.started) creation.started = options_.now();
+  check_wanted(creation.call);
 }
 
 void ServiceCore::end(Creation& creation, const ServiceError* error) {
+  // Before the client has the reply: its next call may need what this one had.
+  creation.entry.reset();
+  creation.model.reset();
+  if (creation.charged) creation.arrival.tenant.refund_session();
   creation.arrival.tenant.give(Shared::kCreations, 1);
   creation.reservation.reset();
   finish(creation.arrival, creation.started, error, creation.done);
@@ -306,14 +305,13 @@ void ServiceCore::end(Creation& creation, const ServiceError* error) {
 
 void ServiceCore::queue_opening(const std::shared_ptr<Creation>& creation) {
   const std::int64_t work = piece_work_of(*creation->model);
-  auto entry = std::make_shared<SessionEntry>(creation->arrival.tenant, memory_,
-                                              std::move(creation->model), executor_, work);
+  creation->entry = std::make_shared<SessionEntry>(creation->arrival.tenant, memory_,
+                                                   std::move(creation->model), executor_, work);
   creation->charged = false;  // from here on the entry gives back what it was charged
-  Strand& strand = *entry->strand;
-  strand.post([this, creation, entry = std::move(entry)] {
+  creation->entry->strand->post([this, creation] {
     proceed(*creation, [&] {
       begin(*creation);
-      open(*creation, entry);
+      open(*creation, creation->entry);
       end(*creation, nullptr);
     });
   });
@@ -484,9 +482,11 @@ void ServiceCore::run(const Call& call, const v1::ReleaseSessionRequest& request
   ++admitted_;
   ++released_;
   try {
-    entry->strand->post([this, arrival, entry, done] {
+    Strand& strand = *entry->strand;
+    strand.post([this, arrival, entry = std::move(entry), done]() mutable {
       const TimePoint started = options_.now();
       entry->close();
+      entry.reset();  // and its hold on the engine, before the client has the reply
       finish(arrival, started, nullptr, done);
     });
   } catch (const std::bad_alloc&) {

@@ -291,7 +291,7 @@ class ServiceCore {
   void proceed(Creation& creation, Act act);
   /// Reads the request, and charges the tenant for a session.
   void prepare(Creation& creation) const;
-  /// Throws when the call has waited too long.
+  /// Throws when the call has waited too long, or its caller has gone.
   void begin(Creation& creation) const;
   void queue_opening(const std::shared_ptr<Creation>& creation);
   void open(const Creation& creation, const std::shared_ptr<SessionEntry>& entry);

@@ -72,6 +72,49 @@ TEST_F(CoreLimitsTest, QuotaOfSessionsIsMetExactly) {
   EXPECT_EQ(create(create_request(), response).reason(), "OK");
 }
 
+TEST_F(CoreLimitsTest, AFailedCreationHoldsNothingWhenItIsAnswered) {
+  ServiceCoreOptions options = small_options();
+  options.models.max_models = 1;
+  options.default_limits.max_kv_bytes = 1;
+  make_core(options);
+  v1::CreateSessionRequest no_model = create_request();
+  no_model.mutable_geometry()->set_head_dim(kHeadDim + 1);
+  v1::CreateSessionRequest over_quota = create_request();
+  v1::CreateSessionRequest other_model = create_request();
+  other_model.mutable_geometry()->set_layers(kLayers + 1);
+  for (v1::CreateSessionRequest* request : {&no_model, &over_quota}) {
+    v1::CreateSessionResponse response, next_response;
+    Ending ending, next;
+    core_->run(call(), *request, response, [&](const ServiceError* error) {
+      EXPECT_EQ(tenant().sessions(), 0);
+      EXPECT_EQ(tenant().kv_bytes(), 0);
+      EXPECT_EQ(core_->session_memory(), 0);
+      next = create(other_model, next_response);
+      ending.listener()(error);
+    });
+    executor_.run_all();
+    EXPECT_NE(ending.reason(), "OK");
+    EXPECT_EQ(next.reason(), "QUOTA_EXCEEDED") << "an engine that no session uses gives way";
+  }
+}
+
+TEST_F(CoreLimitsTest, AReleasedSessionHoldsNoEngineWhenItIsAnswered) {
+  ServiceCoreOptions options = small_options();
+  options.models.max_models = 1;
+  make_core(options);
+  v1::ReleaseSessionRequest request;
+  request.set_name(open());
+  v1::CreateSessionRequest other_model = create_request();
+  other_model.mutable_geometry()->set_layers(kLayers + 1);
+  v1::ReleaseSessionResponse response;
+  v1::CreateSessionResponse created;
+  Ending next;
+  core_->run(call(), request, response,
+             [&](const ServiceError* /*error*/) { next = create(other_model, created); });
+  executor_.run_all();
+  EXPECT_EQ(next.reason(), "OK");
+}
+
 TEST_F(CoreLimitsTest, WholeSessionsAreCreatedWhereTheyFit) {
   ServiceCoreOptions options = small_options();
   options.whole_sessions = true;
@@ -268,6 +311,21 @@ TEST_F(CoreLimitsTest, CallsOfCancelledAndLateCallersChangeNothing) {
   EXPECT_EQ(late.reason(), "QUEUE_TIMEOUT");
   EXPECT_THAT(lengths(name), ElementsAre(0, 0));
   EXPECT_EQ(core_->inflight_bytes(), 0);
+}
+
+TEST_F(CoreLimitsTest, CreationsOfCallersThatHaveGoneAreNotTakenForLateOnes) {
+  make_core(small_options());
+  bool gone = false;
+  Call gone_call = call();
+  gone_call.cancelled = [&gone] { return gone; };
+  const v1::CreateSessionRequest request = create_request();
+  v1::CreateSessionResponse response;
+  Ending ending;
+  core_->run(gone_call, request, response, ending.listener());
+  gone = true;
+  executor_.run_all();
+  EXPECT_EQ(ending.reason(), "CANCELLED");
+  EXPECT_EQ(tenant().sessions(), 0);
 }
 
 TEST_F(CoreLimitsTest, CallsQueuedBehindAReleaseFindNothing) {
