@@ -98,7 +98,13 @@ class ReplyBudget {
       throw ServiceError(Code::kInvalidArgument, "REPLY_TOO_LARGE",
                          "the reply would pass the limit of a message: ask for less at once");
     }
-    if (reservation_) reservation_->take(2 * bytes);
+    if (!reservation_) return;
+    try {
+      reservation_->take(2 * bytes);
+    } catch (...) {
+      left_ += bytes;
+      throw;
+    }
   }
 
  private:

@@ -53,6 +53,14 @@ std::string reason_of(const Tenants& tenants, const Credentials& credentials) {
 constexpr auto kPast = std::chrono::steady_clock::time_point::min();
 constexpr auto kNever = std::chrono::steady_clock::time_point::max();
 
+TEST(ReplyBudgetTest, WhatTheServerRefusesLeavesTheReplyItsBytes) {
+  Tenant tenant(0, tenant_with("one", kSecretDigest));
+  std::atomic<std::int64_t> inflight{0};
+  ReplyBudget budget(100, std::make_shared<InflightReservation>(inflight, 150, tenant, 0));
+  EXPECT_THROW(budget.take(80), ServiceError);  // 160 in flight
+  EXPECT_NO_THROW(budget.take(70));
+}
+
 TEST(OpenCallsTest, EndWaitsForThoseThatCameBeforeAlone) {
   OpenCalls calls;
   ASSERT_TRUE(calls.entered());
