@@ -81,7 +81,9 @@ ServiceCore::ServiceCore(ServiceCoreOptions options, Executor& executor)
       memory_(options_.max_session_memory),
       room_(options_.group_memory, options_.now),
       models_(model_options()),
-      pages_(page_options(options_, room_)) {}
+      pages_(page_options(options_, room_)) {
+  if (!options_.replaced_tenants.empty()) replace_tenants(options_.replaced_tenants);
+}
 
 ModelPoolOptions ServiceCore::model_options() const {
   ModelPoolOptions models = options_.models;

@@ -45,6 +45,9 @@ struct ServiceCoreOptions {
   ModelPoolOptions models;
   RetrievalConfig retrieval;  ///< Defaults of sessions.
   std::vector<TenantConfig> tenants;
+  /// What `tenants` have become since, as `replace_tenants` takes them; empty: they are as they
+  /// were.
+  std::vector<TenantConfig> replaced_tenants{};
   TenantLimits default_limits;  ///< Of the one tenant when none is configured.
   PageStoreOptions pages;       ///< Without `lease_ttl` and `now`, which are those below.
   std::size_t max_sessions = 16000;

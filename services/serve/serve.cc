@@ -395,6 +395,10 @@ int run_serve(const ServeCommand& command, const Console& console, Log& log) {
     if (serving.worker.exit_code) return *serving.worker.exit_code;
     bound->leave_locks();
     serving.bound = bound;
+    // The worker before may have read them again: tokens of then may be no credentials any more.
+    if (serving.worker.restarts > 0 && serving.read_tenants) {
+      options.core.replaced_tenants = serving.read_tenants();
+    }
   }
   options.core.models.memory.tiers = remote_tiers(command);
   options.core.pages.backing = page_backing(command);

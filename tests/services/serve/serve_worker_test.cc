@@ -267,6 +267,41 @@ TEST_F(ServeWorkerTest, IsToldToReadItsCertificatesAgain) {
   EXPECT_EQ(server->wait(), 0) << err();
 }
 
+TEST_F(ServeWorkerTest, ThatTakesTheNextPlaceKeepsToTheTenantsThatWereReadAgain) {
+  // sha256 of "one" and "two"
+  const std::string one = "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed";
+  const std::string two = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0dbe685e2f3";
+  const auto tenants = [&](const std::string& digest) {
+    return write("tenants.json",
+                 R"({"tenants": [{"name": "alpha", "token_sha256": ")" + digest + "\"}]}");
+  };
+  const auto reason_with = [&](const std::string& token) {
+    Client anew({.server = address(), .token = token, .timeout = kvtier::testing::kPatience});
+    return reason_of([&] { (void)open(anew); });
+  };
+  const auto server = serve_with_worker({"--tenants", tenants(one)});
+  ASSERT_EQ(server->read_line(), "listening on " + address()) << err();
+  EXPECT_EQ(reason_with("one"), "OK");
+  (void)tenants(two);
+  server->signal(SIGHUP);
+  await_log("calls from now on see the new tenants");
+  const pid_t first = worker_of(*server);
+  ::kill(first, SIGKILL);
+  const pid_t second = worker_of(*server, first);
+  EXPECT_EQ(reason_with("one"), "UNAUTHENTICATED");
+  EXPECT_EQ(reason_with("two"), "OK");
+
+  (void)write("tenants.json", "{}");
+  ::kill(second, SIGKILL);
+  await_log("ended by exit code 1");
+  EXPECT_THAT(err(), HasSubstr("tenants: expected"));
+  (void)tenants(two);
+  EXPECT_EQ(reason_with("one"), "UNAUTHENTICATED");
+  EXPECT_EQ(reason_with("two"), "OK");
+  server->signal(SIGTERM);
+  EXPECT_EQ(server->wait(), 0) << err();
+}
+
 TEST(RestartDelay, GrowsWhileFaultsFollowOneAnother) {
   RestartDelay delay;
   const auto soon = milliseconds(10);
