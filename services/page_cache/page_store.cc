@@ -51,19 +51,19 @@ TenantPages& PageStore::pages_of(Tenant& tenant) {
   if (options_.arena_bytes == 0) {
     throw ServiceError(Code::kFailedPrecondition, "NO_PAGE_CACHE", "the server stores no pages");
   }
+  if (TenantPages* const pages = find_pages(tenant)) return *pages;
+  const std::lock_guard one_at_a_time(making_);
+  if (TenantPages* const pages = find_pages(tenant)) return *pages;
+  const PersistentArena* kept = options_.kept ? options_.kept->claim(tenant.index()) : nullptr;
+  if (bytes_ > options_.max_bytes - options_.arena_bytes || (options_.kept && kept == nullptr)) {
+    throw ServiceError::overloaded("OUT_OF_MEMORY", "the server has no memory for pages");
+  }
+  auto made = std::make_unique<TenantPages>(tenant, options_, codec_, kept);
+  made->beat(options_.now());
   const std::lock_guard lock(mutex_);
   if (tenants_.size() <= tenant.index()) tenants_.resize(tenant.index() + 1);
-  std::unique_ptr<TenantPages>& pages = tenants_[tenant.index()];
-  if (pages == nullptr) {
-    const PersistentArena* kept = options_.kept ? options_.kept->claim(tenant.index()) : nullptr;
-    if (bytes_ > options_.max_bytes - options_.arena_bytes || (options_.kept && kept == nullptr)) {
-      throw ServiceError::overloaded("OUT_OF_MEMORY", "the server has no memory for pages");
-    }
-    pages = std::make_unique<TenantPages>(tenant, options_, codec_, kept);
-    bytes_ += options_.arena_bytes;
-    pages->beat(options_.now());
-  }
-  return *pages;
+  bytes_ += options_.arena_bytes;
+  return *(tenants_[tenant.index()] = std::move(made));
 }
 
 std::shared_ptr<PageLease> PageStore::open(Tenant& tenant, const PageLeaseConfig& config,

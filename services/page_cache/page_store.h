@@ -204,9 +204,11 @@ class PageStore {
   TransferCounts transfers_{options_.now};
   HandleCodec codec_;
   PageLeaseTable leases_;
-  mutable std::mutex mutex_;                           ///< Guards both below.
+  /// Held while a tenant's pages are made, which reads its folder: other tenants' calls go on.
+  std::mutex making_;
+  std::int64_t bytes_ = 0;                             ///< Of arenas. Guarded by `making_`.
+  mutable std::mutex mutex_;                           ///< Guards what follows.
   std::vector<std::unique_ptr<TenantPages>> tenants_;  ///< By the tenant's index; null: none yet.
-  std::int64_t bytes_ = 0;
 };
 
 }  // namespace kvtier::services

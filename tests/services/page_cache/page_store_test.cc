@@ -1,10 +1,12 @@
 #include "tests/services/page_cache/page_fixture.h"
+#include "tests/support/eventually.h"
 #include "tests/support/file_size_limit.h"
 
 #include <gmock/gmock.h>
 
 #include <cerrno>
 #include <fcntl.h>
+#include <future>
 #include <unistd.h>
 
 namespace kvtier::services::testing {
@@ -449,6 +451,22 @@ TEST_F(PageStoreTest, ArenaThatCannotBeMadeRefusesTheLeaseAlone) {
   EXPECT_EQ(store_->num_leases(), 1U);
   EXPECT_EQ(get(alpha_, info.handle), bytes_of(1));
   EXPECT_EQ(reason_of([&] { return open(beta_); }), "OK");
+}
+
+TEST_F(PageStoreTest, OtherTenantsAreServedWhileATenantsFolderIsRead) {
+  PageStoreOptions options = small_options();
+  std::future<void> reads;
+  bool others_wait = true;
+  options.backing = [&](const Tenant& tenant) {
+    if (&tenant == &beta_) {
+      reads = std::async(std::launch::async, [this] { (void)store_->arena(alpha_); });
+      others_wait = reads.wait_for(kvtier::testing::kPatience) != std::future_status::ready;
+    }
+    return PageBacking{};
+  };
+  make_store(options);
+  (void)open(beta_);
+  EXPECT_FALSE(others_wait);
 }
 
 TEST_F(PageStoreTest, MemoryOfAllArenasIsBounded) {
