@@ -638,14 +638,6 @@ void ServiceCore::queue_on_lease(const CallRecord& arrival, const Call& call,
         done, {});
 }
 
-template <typename Act>
-void ServiceCore::answer_now(Act act, const Done& done) {
-  ++received_;
-  const std::optional<ServiceError> failure = failure_of(act);
-  ++(failure ? rejected_ : admitted_);
-  done(failure ? &*failure : nullptr);
-}
-
 void ServiceCore::run(const Call& call, const v1::OpenLeaseRequest& request,
                       v1::OpenLeaseResponse& response, Done done) {
   const auto open = [&] {
@@ -668,7 +660,7 @@ void ServiceCore::run(const Call& call, const v1::OpenLeaseRequest& request,
       response.set_server_epoch(pages_.epoch());
     });
   };
-  answer_now(open, done);
+  answer_now(call, rpc_name<v1::OpenLeaseRequest>(), open, done);
 }
 
 void ServiceCore::run(const Call& call, const v1::CloseLeaseRequest& request,
@@ -677,7 +669,7 @@ void ServiceCore::run(const Call& call, const v1::CloseLeaseRequest& request,
     execute_once(call.tenant->replies(), request, response,
                  [&] { pages_.close(*call.tenant, request.name()); });
   };
-  answer_now(close, done);
+  answer_now(call, rpc_name<v1::CloseLeaseRequest>(), close, done);
 }
 
 std::shared_ptr<InflightReservation> ServiceCore::admit(Tenant& tenant, std::size_t bytes) {

@@ -91,13 +91,6 @@ struct Call {
 /// on any thread, perhaps before the call returns; must not throw.
 using Done = std::function<void(const ServiceError*)>;
 
-/// Runs `act`, and reports to `done` how that ended.
-template <typename Act>
-void report(const Done& done, Act act) {
-  const std::optional<ServiceError> failure = failure_of(act);
-  done(failure ? &*failure : nullptr);
-}
-
 /// How a unit of work is queued on a session or a lease.
 struct QueueOptions {
   Strand::Start start = Strand::Start::kQueued;
@@ -166,6 +159,19 @@ class ServiceCore {
                },
                std::move(done),
                {.start = kReadsOnly ? Strand::Start::kNowIfIdle : Strand::Start::kQueued});
+  }
+  /// Answers on the calling thread with what `act` fills, or throws: an operation of its own.
+  template <typename Act>
+  void answer_now(const Call& call, std::string_view method, Act act, const Done& done) {
+    const CallRecord arrival = arrive(call, method);
+    const std::optional<ServiceError> failure = failure_of(act);
+    ++(failure ? rejected_ : admitted_);
+    finish(arrival, {}, failure ? &*failure : nullptr, done);
+  }
+  /// Counts a call that the transport has refused.
+  void refused(const Call& call, std::string_view method, const ServiceError& error) {
+    answer_now(
+        call, method, [&error] { throw error; }, [](const ServiceError* /*error*/) {});
   }
   /// Throws `ServiceError`.
   void list_sessions(const Call& call, const v1::ListSessionsRequest& request,
@@ -338,9 +344,6 @@ class ServiceCore {
   }
   void queue_on_lease(const CallRecord& arrival, const Call& call, const std::string& name,
                       std::size_t bytes, std::function<void(PageLease&)> work, const Done& done);
-  /// Answers on the calling thread with what `act` fills, or throws.
-  template <typename Act>
-  void answer_now(Act act, const Done& done);
 
   const ServiceCoreOptions options_;
   const TimePoint started_;

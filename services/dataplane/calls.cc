@@ -144,7 +144,10 @@ void run(ServiceCore& core, const Call& call, const CallBody& body, CallMemory m
                                   std::to_string(job->memory.output->size()));
     }
   });
-  if (failure) return job->end(&*failure);
+  if (failure) {
+    core.refused(call, rpc_name<Request>(), *failure);
+    return job->end(&*failure);
+  }
   if (call.reservation) call.reservation->give(tensors);  // the core counts them
   core.run(call, job->request, job->response,
            [job](const ServiceError* error) { job->end(error); });

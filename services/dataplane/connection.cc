@@ -1,5 +1,7 @@
 #include "services/dataplane/connection.h"
 
+#include "kvtier/v1/transfer.pb.h"
+
 #include "services/base/from_message.h"
 #include "services/page_cache/page_store.h"
 
@@ -46,6 +48,14 @@ FrameType reply_type(FrameType request) {
       throw ServiceError::invalid("frame.type", "a request",
                                   std::to_string(static_cast<int>(request)));
   }
+}
+
+/// What a request counts as that was refused before it was a call. The frame of a call does not say
+/// which, before it is read.
+std::string_view name_of(FrameType request) {
+  if (request == FrameType::kReadPages) return rpc_name<v1::ReadPagesRequest>();
+  if (request == FrameType::kWritePages) return rpc_name<v1::WritePagesRequest>();
+  return "other";
 }
 
 /// Charges a frame for what decoding makes of its control, and for the outcomes of its pages.
@@ -383,6 +393,7 @@ void DataConnection::dispatch(const std::shared_ptr<IncomingFrame>& frame) {
     if (header.type == FrameType::kReadPages) return read_pages(frame);
     write_pages(frame);
   } catch (const ServiceError& error) {
+    context_.core.refused({.tenant = &attachment_->tenant}, name_of(header.type), error);
     reply_failed(reply, header.request_id, error);
   }
 }

@@ -25,7 +25,7 @@ void add_core_calls(RpcService& service, ServiceCore& core, StreamRegistry& regi
   each_rpc<Rpcs>([&](auto rpc) {
     service.add_unary<decltype(rpc)>(
         [&core, &registry](CallbackServerContext* context, const auto* request, auto* response) {
-          return unary(core, registry, *context, response,
+          return unary(core, registry, *context, request, response,
                        [&core, request, response](const Call& call, Done done) {
                          core.run(call, *request, *response, std::move(done));
                        });
@@ -69,7 +69,7 @@ void add_alternating(RpcService& service, ServiceCore& core, StreamRegistry& reg
   using Response = typename Rpc::Response;
   using Reactor = grpc::ServerBidiReactor<Request, Response>;
   service.add_alternating<Rpc>([&core, &registry, make_work](CallbackServerContext* context) {
-    return stream<Reactor>(core, *context, [&](Call call) -> Reactor* {
+    return stream<Request, Reactor>(core, *context, [&](Call& call) -> Reactor* {
       call.reservation = core.admit(*call.tenant, 0);
       return new AlternatingStream<Request, Response>(registry, *context, call.reservation,
                                                       make_work(call));
@@ -82,13 +82,14 @@ std::unique_ptr<grpc::Service> make_session_service(ServiceCore& core, StreamReg
   add_core_calls<SessionRpcs>(*service, core, registry);
   service->add_unary<Rpc<v1::ListSessionsRequest, v1::ListSessionsResponse>>(
       [&](CallbackServerContext* context, const auto* request, auto* response) {
-        return unary_now(core, registry, *context, response,
+        return unary_now(core, registry, *context, request, response,
                          [&](const Call& call) { core.list_sessions(call, *request, *response); });
       });
   add_alternating<Rpc<v1::KeepAliveRequest, v1::KeepAliveResponse>>(
       *service, core, registry, [&core](const Call& call) {
         return [&core, call](const auto& request, auto& response, const Done& done) {
-          report(done, [&] { core.keep_alive(call, request, response); });
+          const auto failure = failure_of([&] { core.keep_alive(call, request, response); });
+          done(failure ? &*failure : nullptr);
         };
       });
   return service;
@@ -100,14 +101,15 @@ std::unique_ptr<grpc::Service> make_attention_service(ServiceCore& core, StreamR
   service->add_reading<v1::AppendRequest, v1::AppendRequest, v1::AppendResponse>(
       [&](CallbackServerContext* context, v1::AppendResponse* response) {
         using Reactor = grpc::ServerReadReactor<v1::AppendRequest>;
-        return stream<Reactor>(core, *context, [&](const Call& call) -> Reactor* {
-          return new CollectingStream<v1::AppendRequest>(
-              registry, *context,
-              [&core, call, response, session = StreamSession()](const auto& request,
-                                                                 const Done& done) mutable {
-                run_message(core, call, session, request, *response, done);
-              });
-        });
+        return stream<v1::AppendRequest, Reactor>(
+            core, *context, [&](const Call& call) -> Reactor* {
+              return new CollectingStream<v1::AppendRequest>(
+                  registry, *context,
+                  [&core, call, response, session = StreamSession()](const auto& request,
+                                                                     const Done& done) mutable {
+                    run_message(core, call, session, request, *response, done);
+                  });
+            });
       });
   add_alternating<Rpc<v1::DecodeRequest, v1::DecodeResponse>>(
       *service, core, registry, [&core](const Call& call) {
@@ -161,7 +163,7 @@ std::unique_ptr<grpc::Service> make_shared_memory_service(ServiceCore& core,
     service->add_unary<decltype(rpc)>([&core, &registry, work](CallbackServerContext* context,
                                                                const auto* request,
                                                                auto* response) {
-      return unary_now(core, registry, *context, response,
+      return unary_now(core, registry, *context, request, response,
                        [&](const Call& call) { work(*call.tenant, *request, *response); });
     });
   };

@@ -76,7 +76,7 @@ grpc::ServerWriteReactor<ByteBuffer>* read_pages(ServiceCore& core, StreamRegist
                                                  CallbackServerContext& context,
                                                  const ByteBuffer& request) {
   using Reactor = grpc::ServerWriteReactor<ByteBuffer>;
-  return stream<Reactor>(core, context, [&](const Call& call) -> Reactor* {
+  return stream<v1::ReadPagesRequest, Reactor>(core, context, [&](const Call& call) -> Reactor* {
     const auto message = parse<v1::ReadPagesRequest>(request);
     check_at_most("handles", message.handles_size(), kMaxBatchPages);
     static_cast<void>(core.lease(call, message.lease()));
@@ -114,13 +114,15 @@ grpc::ServerReadReactor<ByteBuffer>* write_pages(ServiceCore& core, StreamRegist
                                                  CallbackServerContext& context,
                                                  ByteBuffer& response) {
   using Reactor = grpc::ServerReadReactor<ByteBuffer>;
-  return stream<Reactor>(core, context, [&](const Call& call) -> Reactor* {
+  return stream<v1::WritePagesRequest, Reactor>(core, context, [&](const Call& call) -> Reactor* {
     auto writer = std::make_shared<PageWriter>(core.pages());
     return new CollectingStream<ByteBuffer>(
         registry, context,
         [&core, call, writer, lease = std::string()](const ByteBuffer& bytes,
                                                      const Done& done) mutable {
-          report(done, [&] { write(core, call, bytes, *writer, lease); });
+          core.answer_now(
+              call, rpc_name<v1::WritePagesRequest>(),
+              [&] { write(core, call, bytes, *writer, lease); }, done);
         },
         [writer, &response] { response = buffer_of(writer->finish()); });
   });

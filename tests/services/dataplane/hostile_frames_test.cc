@@ -391,6 +391,9 @@ TEST_F(HostileFrames, ThatFindNoRoomAreRefusedAndTheConnectionGoesOn) {
         reason_of([&] { (void)channel->reply_to(channel->send(type, kInline, control, payload)); }),
         "OVERLOADED");
   }
+  v1::GetStatsResponse stats;
+  core_->get_stats(stats);
+  EXPECT_EQ(stats.service().rejected(), 3U);
   EXPECT_EQ(reason_of([&] {
               (void)channel->reply_to(channel->send(FrameType::kReadPages, 0, Bytes(4)));
             }),

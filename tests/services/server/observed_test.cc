@@ -82,6 +82,43 @@ TEST_F(ObservedTest, CallsAreCountedByMethodAndCodeWithTheirBytes) {
   }
 }
 
+TEST_F(ObservedTest, RefusalsAreCountedOfWhateverCall) {
+  ServerOptions options = this->options();
+  options.core.pages.max_leases = 1;
+  options.core.max_inflight_bytes = 1 << 20;
+  options.data.attachments.max_attachments = 1;
+  options.data.listen = {parse_endpoint("unix:" + (folder_ / "x.data").string())};
+  server_.reset();
+  start(std::move(options));
+  Client client({.server = socket(), .attempts = 1, .data_plane = false});
+  const auto refuses = [&](const std::string& reason, const auto& call) {
+    const double before = read().sum("kvtier_admission_rejected_total", {{"reason", reason}});
+    try {
+      call();
+    } catch (const ClientError& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kResourceExhausted) << error.what();
+    }
+    const MetricsReading after = read();
+    EXPECT_EQ(after.sum("kvtier_admission_rejected_total", {{"reason", reason}}) - before, 1);
+    EXPECT_EQ(after.sum("kvtier_tenant_rejected_total"),
+              after.sum("kvtier_admission_rejected_total"));
+  };
+  const RemotePagesConfig config{.model = "m", .page_bytes = 4096};
+  RemotePages pages = client.open_pages(config);
+  refuses("limit", [&] { (void)client.open_pages(config); });
+  const auto attach = [&] {
+    return raw_call(raw_channel(socket()), "/kvtier.v1.SharedMemoryService/CreateAttachment", "");
+  };
+  EXPECT_TRUE(attach().status.ok());
+  refuses("limit", [&] { EXPECT_FALSE(attach().status.ok()); });
+  const std::vector<std::byte> page(4096);
+  const std::string handle = pages.put(std::vector<RemotePages::Put>{{"h", 0, page}})[0].handle;
+  std::vector<std::byte> read_page(4096);
+  refuses("overload", [&] {  // a reply of pages has a megabyte of its own
+    (void)pages.get(std::vector<RemotePages::Get>{{handle, read_page}});
+  });
+}
+
 TEST_F(ObservedTest, UnknownMethodsShareSeriesAndOtherServicesHaveNone) {
   const auto channel = raw_channel(socket());
   EXPECT_FALSE(
