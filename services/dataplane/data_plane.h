@@ -38,7 +38,7 @@ class DataPlane {
   /// Listens; over TCP with TLS, unless `tls` is empty. `core` and `pages` must outlive this.
   /// Throws as `Server`.
   DataPlane(DataPlaneOptions options, const TlsIdentity& tls, ServiceCore& core, PageStore& pages);
-  /// Stops without grace. The core must not work on anything any more.
+  /// Stops without grace. Neither core nor pages may work on anything any more.
   ~DataPlane();
   DataPlane(const DataPlane&) = delete;  // owns sockets and threads
   DataPlane& operator=(const DataPlane&) = delete;

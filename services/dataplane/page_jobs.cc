@@ -141,6 +141,7 @@ class WriteJob final : public PageJob {
            std::shared_ptr<void> keep)
       : pages_(request.pages),
         request_id_(request.header.request_id),
+        bytes_(static_cast<std::int64_t>(request.header.body_bytes)),
         charge_(request.charge),
         has_sums_((request.header.flags & kServerSums) == 0),
         body_(std::move(body)),
@@ -155,14 +156,23 @@ class WriteJob final : public PageJob {
       outcomes_.push_back(outcome_of([&] { return write(page); }));
     }
     if (outcomes_.size() < body_.pages.size()) return false;
-    lease_->pages.settle();
-    for (std::size_t i = 0; i < outcomes_.size(); ++i) {
-      const bool durable =
-          outcomes_[i].code == 0 && lease_->pages.is_durable(handle_of(body_.pages[i]));
-      outcomes_[i].offset = durable ? kDurable : 0;
-    }
-    connection.send(make_outgoing(FrameType::kWritten, 0, request_id_,
-                                  encode(std::span(std::as_const(outcomes_))), {}, charge_));
+    // The disk may take its time, for which this thread has others to serve.
+    struct Written {
+      std::vector<PageDescriptor> pages;
+      std::vector<PageOutcome> outcomes;
+    };
+    lease_->pages.when_settled([connection = connection.shared_from_this(), lease = lease_,
+                                id = request_id_, charge = charge_, held = connection.hold(bytes_),
+                                written = std::make_shared<Written>(
+                                    Written{std::move(body_.pages), std::move(outcomes_)})] {
+      auto& [pages, outcomes] = *written;
+      for (std::size_t i = 0; i < outcomes.size(); ++i) {
+        const bool durable = outcomes[i].code == 0 && lease->pages.is_durable(handle_of(pages[i]));
+        outcomes[i].offset = durable ? kDurable : 0;
+      }
+      connection->send(make_outgoing(FrameType::kWritten, 0, id,
+                                     encode(std::span(std::as_const(outcomes))), {}, charge));
+    });
     return true;
   }
 
@@ -186,9 +196,10 @@ class WriteJob final : public PageJob {
 
   PageStore& pages_;
   const std::uint64_t request_id_;
+  const std::int64_t bytes_;  ///< Of the request.
   const std::shared_ptr<void> charge_;
   const bool has_sums_;
-  const WriteBody body_;
+  WriteBody body_;
   const std::span<const std::byte> source_;
   const std::shared_ptr<void> keep_;
   const std::shared_ptr<PageLease> lease_;

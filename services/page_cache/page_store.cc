@@ -111,6 +111,12 @@ ArenaFile PageStore::arena(const Tenant& tenant) const {
   return pages->arena();
 }
 
+void PageStore::finish() {
+  for (const auto& pages : tenants_) {
+    if (pages != nullptr) pages->finish();
+  }
+}
+
 void PageStore::sweep() {
   const TimePoint now = options_.now();
   for (const auto& lease : leases_.remove_expired(now)) lease->pages.close(*lease);

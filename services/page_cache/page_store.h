@@ -185,6 +185,9 @@ class PageStore {
   /// Returns where a tenant's arena is. Throws FAILED_PRECONDITION when it has none yet.
   [[nodiscard]] ArenaFile arena(const Tenant& tenant) const;
 
+  /// Returns when the tiers have what they are to have, and `when_settled` calls nothing any more.
+  /// No other call may be made but `stats`.
+  void finish();
   /// Ends leases and reservations that have run out, says that the server lives, takes memory ahead
   /// of its use and checks some pages. Called every second or so.
   void sweep();

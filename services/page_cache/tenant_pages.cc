@@ -732,6 +732,9 @@ void TenantPages::keep_writing(const std::stop_token& ending) {
         break;
     }
     task_done_.notify_all();
+    lock.unlock();
+    call_waiters(options_.now());
+    lock.lock();
   }
 }
 
@@ -826,6 +829,30 @@ void TenantPages::settle() {
   if (options_.waits_for_disk && !backing_.empty()) await_tasks();
 }
 
+void TenantPages::when_settled(std::function<void()> act) {
+  if (options_.waits_for_disk && !backing_.empty()) {
+    const Lock lock(mutex_);
+    if (num_tasks_done_ < num_tasks_) {
+      waiters_.push_back({num_tasks_, options_.now() + backing_.write_time, std::move(act)});
+      return;
+    }
+  }
+  act();
+}
+
+void TenantPages::call_waiters(TimePoint now) {
+  std::vector<std::function<void()>> over;
+  {
+    const Lock lock(mutex_);
+    std::erase_if(waiters_, [&](Waiter& waiter) {
+      const bool is_over = waiter.num_tasks <= num_tasks_done_ || waiter.end <= now;
+      if (is_over) over.push_back(std::move(waiter.act));
+      return is_over;
+    });
+  }
+  for (const auto& act : over) act();
+}
+
 bool TenantPages::is_durable(std::string_view handle) {
   const Lock lock(mutex_);
   try {
@@ -844,6 +871,7 @@ bool TenantPages::is_waiting(const Reservation& reservation) noexcept {
 }
 
 void TenantPages::expire(TimePoint now) {
+  call_waiters(now);
   const Lock lock(mutex_);
   // The oldest come first: one that is being written ends the walk, and is left to the next.
   for (; !reservations_.empty(); reservations_.pop_front()) {

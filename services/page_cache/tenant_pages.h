@@ -5,11 +5,13 @@
 
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <stop_token>
 #include <thread>
 #include <utility>
+#include <vector>
 
 namespace kvtier::services {
 
@@ -66,11 +68,17 @@ class TenantPages {
   /// With `waits_for_disk`: returns when what the tenant has committed until now is on the disk, or
   /// could not be written, and after half a minute at most. Otherwise at once.
   void settle();
+  /// As `settle`, without waiting: calls `act`, which must not throw or block, when that would
+  /// return. Perhaps at once, perhaps on another thread.
+  void when_settled(std::function<void()> act);
+  /// Does what is to be done with the tiers, and ends the thread that does it. No page is committed
+  /// or deleted any more.
+  void finish() { writer_ = {}; }
   /// Returns whether the disk has a committed page; `settle` comes before.
   [[nodiscard]] bool is_durable(std::string_view handle);
   void close(PageLease& lease) noexcept;
 
-  /// Gives back reservations that have waited too long.
+  /// Gives back reservations that have waited too long, and ends what has of `when_settled`.
   void expire(TimePoint now);
   void beat(TimePoint now) noexcept { arena_.beat(now); }
   /// Takes memory for extents that have none, up to `bytes`. One caller at a time.
@@ -93,6 +101,13 @@ class TenantPages {
     Kind kind = Kind::kWrite;
     Reservation page{};   ///< Of kWrite; it may have gone since.
     PageDigest digest{};  ///< Of kRemove.
+  };
+
+  /// Of `when_settled`.
+  struct Waiter {
+    std::uint64_t num_tasks = 0;  ///< Done when so many are.
+    TimePoint end{};
+    std::function<void()> act;
   };
 
   [[nodiscard]] static std::int64_t slot_bytes(const PageSlot& page) noexcept {
@@ -141,6 +156,8 @@ class TenantPages {
   void write(std::span<PageSlot* const> pages, Lock& lock);
   /// Waits until the tasks that there are now are done.
   void await_tasks();
+  /// Calls those who have waited for long enough.
+  void call_waiters(TimePoint now);
 
   /// Takes memory for units, if there is any for them.
   [[nodiscard]] bool populate(std::uint64_t first_unit, std::uint64_t count) const;
@@ -185,6 +202,7 @@ class TenantPages {
   PageStats counters_;                                ///< Its counters alone.
   std::deque<TierTask> tasks_;                        ///< Of the writer, in their order.
   std::uint64_t num_tasks_ = 0, num_tasks_done_ = 0;  ///< Ever.
+  std::vector<Waiter> waiters_;
   std::condition_variable_any task_added_;
   std::condition_variable task_done_;
   std::jthread writer_;  ///< Where there are tiers.

@@ -185,6 +185,7 @@ class Server::Impl {
     http_.reset();
     sweeper_ = {};
     pool_->finish();
+    core_.pages().finish();
   }
   Impl(const Impl&) = delete;  // owns sockets and threads
   Impl& operator=(const Impl&) = delete;

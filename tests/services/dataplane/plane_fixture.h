@@ -45,6 +45,7 @@ class PlaneTest : public ::testing::Test {
   void TearDown() override {
     if (plane_) plane_->stop(std::chrono::milliseconds(0));
     executor_->finish();
+    if (pages_) pages_->finish();
     plane_.reset();
     pages_.reset();
     core_.reset();
@@ -55,9 +56,8 @@ class PlaneTest : public ::testing::Test {
     options.attachments.token_life = kPatience;
     options.limits.attach_time = attach_time_;
     core_ = std::make_unique<ServiceCore>(std::move(core), *executor_);
-    PageStoreOptions pages;
-    pages.arena_bytes = 32 * std::int64_t{1 << 20};
-    pages_ = std::make_unique<PageStore>(pages);
+    page_options_.arena_bytes = 32 * std::int64_t{1 << 20};
+    pages_ = std::make_unique<PageStore>(page_options_);
     if (options.listen.empty()) options.listen = {parse_endpoint(socket())};
     plane_ = std::make_unique<DataPlane>(std::move(options), tls, *core_, *pages_);
     plane_->start();
@@ -111,6 +111,7 @@ class PlaneTest : public ::testing::Test {
 
   std::filesystem::path folder_;
   std::chrono::milliseconds attach_time_ = kPatience;  ///< Of a plane that starts.
+  PageStoreOptions page_options_;                      ///< As `attach_time_`, but the arena's size.
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<ServiceCore> core_;
   std::unique_ptr<PageStore> pages_;
