@@ -21,6 +21,19 @@ constexpr int kRetryMilliseconds = 10;
 constexpr int kSendBytes = 1 << 20;
 constexpr int kPassRights = 83;  // SO_PASSRIGHTS, which the headers of Debian 12 have not
 
+/// A client whose machine has gone says nothing: one that has sent nothing for half a minute is
+/// asked, and has ten seconds to answer.
+void set_tcp_options(int socket) {
+  const auto set = [socket](int level, int option, int value) {
+    (void)::setsockopt(socket, level, option, &value, sizeof(value));
+  };
+  set(IPPROTO_TCP, TCP_NODELAY, 1);
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(IPPROTO_TCP, TCP_KEEPIDLE, 30);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, 5);
+  set(IPPROTO_TCP, TCP_KEEPCNT, 2);
+}
+
 Descriptor open_spare() { return Descriptor(::open("/dev/null", O_RDONLY | O_CLOEXEC)); }
 
 Descriptor accept_one(const Descriptor& socket) {
@@ -93,8 +106,7 @@ void Listener::accept_from(const Socket& socket) {
   }
   if (connection.get() >= limit_) return;
   if (socket.is_tcp) {
-    const int on = 1;
-    (void)::setsockopt(connection.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+    set_tcp_options(connection.get());
   } else {
     (void)::setsockopt(connection.get(), SOL_SOCKET, SO_SNDBUF, &kSendBytes, sizeof(kSendBytes));
   }

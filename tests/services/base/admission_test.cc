@@ -6,6 +6,7 @@
 #include "services/base/service_error.h"
 #include "services/base/tenants.h"
 #include "services/server/open_calls.h"
+#include "tests/support/eventually.h"
 
 #include <gmock/gmock.h>
 #include <google/rpc/error_details.pb.h>
@@ -15,10 +16,14 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <future>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <new>
 #include <stdexcept>
 #include <stdlib.h>
 #include <string>
+#include <sys/socket.h>
 #include <thread>
 #include <unistd.h>
 
@@ -312,6 +317,31 @@ TEST(ListenerTest, ChoosesAPortAndRefusesOneThatIsTaken) {
   EXPECT_THROW(second.add(nowhere, nullptr, [](int fd) { ::close(fd); }), Error);
   Endpoint no_folder = parse_endpoint("unix:/no/such/folder/x.sock");
   EXPECT_THROW(second.add(no_folder, nullptr, [](int fd) { ::close(fd); }), Error);
+}
+
+TEST(ListenerTest, AsksClientsOnTcpThatAreSilentWhetherTheyAreThere) {
+  Listener listener;
+  Endpoint endpoint = parse_endpoint("tcp:127.0.0.1:0");
+  std::promise<int> accepted;
+  listener.add(endpoint, nullptr, [&](int fd) { accepted.set_value(fd); });
+  listener.start();
+  const Descriptor client(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<std::uint16_t>(endpoint.port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(::connect(client.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  const Descriptor connection(kvtier::testing::await(accepted));
+  const auto option = [&](int level, int name) {
+    int value = 0;
+    socklen_t size = sizeof(value);
+    EXPECT_EQ(::getsockopt(connection.get(), level, name, &value, &size), 0);
+    return value;
+  };
+  EXPECT_EQ(option(SOL_SOCKET, SO_KEEPALIVE), 1);
+  EXPECT_LE(option(IPPROTO_TCP, TCP_KEEPIDLE) +
+                option(IPPROTO_TCP, TCP_KEEPINTVL) * option(IPPROTO_TCP, TCP_KEEPCNT),
+            60);
 }
 
 TEST(EndpointText, ThatIsNoneIsRefused) {
