@@ -187,8 +187,12 @@ bool DataConnection::begin_frame() {
         (header.type != FrameType::kAttach || header.body_bytes != kAttachTokenBytes)) {
       throw Error(ErrorCode::kInvalidArgument, "frame: expected a token first, found another");
     }
-    frame_ = std::make_shared<IncomingFrame>(
-        header, attachment_ ? context_.core.admit(attachment_->tenant, 0) : nullptr);
+    std::shared_ptr<InflightReservation> reservation;
+    std::optional<ServiceError> refusal;
+    if (attachment_) {
+      refusal = failure_of([&] { reservation = context_.core.admit(attachment_->tenant, 0); });
+    }
+    frame_ = std::make_shared<IncomingFrame>(header, std::move(reservation), std::move(refusal));
   } catch (...) {
     ++context_.counters.broken_frames;
     go_away(to_service_error(std::current_exception()));

@@ -14,9 +14,11 @@ namespace kvtier::services {
 /// frame that finds no room is read on, to its end, without being kept. Not thread-safe.
 class IncomingFrame {
  public:
-  /// `reservation`, which is charged for the body, is null before there is a tenant.
-  IncomingFrame(const FrameHeader& header, std::shared_ptr<InflightReservation> reservation)
-      : header_(header), reservation_(std::move(reservation)) {}
+  /// `reservation`, which is charged for the body, is null before there is a tenant, and for a
+  /// frame that has a `refusal` from the start.
+  IncomingFrame(const FrameHeader& header, std::shared_ptr<InflightReservation> reservation,
+                std::optional<ServiceError> refusal = std::nullopt)
+      : header_(header), reservation_(std::move(reservation)), refusal_(std::move(refusal)) {}
 
   /// Takes the body's part of `bytes`; returns how many they are.
   std::size_t append(std::span<const std::byte> bytes);

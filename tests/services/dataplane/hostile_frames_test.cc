@@ -377,6 +377,20 @@ TEST_F(HostileFrames, WithoutATokenMakeRoomForThoseThatCome) {
   (void)attach();
 }
 
+TEST_F(HostileFrames, ThatComeWhileRepliesPassTheLimitAreRefusedAndTheConnectionGoesOn) {
+  const auto channel = attach();
+  std::shared_ptr<InflightReservation> replies = core_->admit(tenant(), 0);
+  replies->cover(small_options().max_inflight_bytes + 1);  // as replies do, which are there already
+  const auto reason = [&] {
+    return reason_of(
+        [&] { (void)channel->reply_to(channel->send(FrameType::kReadPages, 0, Bytes(4))); });
+  };
+  EXPECT_EQ(reason(), "OVERLOADED");
+  replies.reset();
+  EXPECT_EQ(reason(), "OK");
+  EXPECT_EQ(plane_->counters().broken_frames, 0U);
+}
+
 TEST_F(HostileFrames, ThatFindNoRoomAreRefusedAndTheConnectionGoesOn) {
   plane_.reset();
   ServiceCoreOptions core = small_options();
