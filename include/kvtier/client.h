@@ -26,7 +26,7 @@ struct ClientOptions {
   /// Files in PEM, all three for TCP: the CA of the server, and the client's certificate and key.
   std::string tls_server_ca{}, tls_certificate{}, tls_key{};
   bool insecure_tcp = false;  ///< TCP without TLS; the server must allow it.
-  /// Of every call, above 0: none waits for ever.
+  /// Of every call, above 0 and at most a year: none waits for ever.
   std::chrono::milliseconds timeout{30'000};
   /// Attempts at a call that the server cannot take now; 1: no retry.
   int attempts = 4;

@@ -30,6 +30,8 @@ constexpr int kMaxMessageBytes = 4 << 20;
 /// Unix socket of an EPYC 7003 with 2 cores: 1.9 and 2.2 GB/s, 1.6 and 1.9 with a window of one
 /// message and frames of 16 KiB.
 constexpr int kWindowBytes = 4 << 20;
+/// The time that it ends must be one, in nanoseconds.
+constexpr std::chrono::hours kLongestTimeout{365 * 24};
 constexpr std::chrono::milliseconds kFirstBackoff{100};
 constexpr std::chrono::milliseconds kLongestBackoff{1000};
 
@@ -132,8 +134,9 @@ grpc::Status explained(const grpc::Status& status, const std::string& server) {
 }
 
 const ClientOptions& checked(const ClientOptions& options) {
-  if (options.timeout.count() <= 0) {
-    bad("timeout: expected above 0, found " + std::to_string(options.timeout.count()) + " ms");
+  if (options.timeout.count() <= 0 || options.timeout > kLongestTimeout) {
+    bad("timeout: expected above 0 ms and at most a year, found " +
+        std::to_string(options.timeout.count()) + " ms");
   }
   if (options.attempts < 1) {
     bad("attempts: expected at least 1, found " + std::to_string(options.attempts));

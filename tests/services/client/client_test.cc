@@ -450,6 +450,7 @@ TEST_P(ClientTest, OptionsThatDoNotGoTogetherAreRefused) {
                                   {.server = "tcp:127.0.0.1:1"},
                                   {.server = "tcp:127.0.0.1:1", .tls_key = "/x"},
                                   {.server = socket(), .timeout = std::chrono::milliseconds(0)},
+                                  {.server = socket(), .timeout = std::chrono::milliseconds::max()},
                                   {.server = socket(), .attempts = 0}}) {
     EXPECT_EQ(code_of([&] { const Client client(options); }), ErrorCode::kInvalidArgument);
   }
