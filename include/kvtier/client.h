@@ -137,6 +137,8 @@ struct ItemResult {
 
 /// A connection to a server. Thread-safe. A thread of it renews the leases of its sessions, so that
 /// they live as long as this process; sessions keep the connection alive.
+/// In a fork of the process that made it every call throws `kFailedPrecondition`, and what is
+/// destroyed there lives on in that process.
 ///
 /// ```cpp
 /// kvtier::Client client({.server = "unix:/run/kvtier/kvtier.sock"});

@@ -16,7 +16,7 @@ ChannelPool::ChannelPool(Connection& connection, std::function<Clock::time_point
     : connection_(connection), now_(std::move(now)) {}
 
 ChannelPool::Lent ChannelPool::borrow() {
-  if (!connection_.options().data_plane) return {};
+  if (!connection_.options().data_plane || connection_.is_forked()) return {};
   std::unique_lock lock(mutex_);
   returned_.wait(lock,
                  [this] { return now_() < ask_again_ || !idle_.empty() || made_ < kMaxChannels; });

@@ -75,7 +75,11 @@ std::vector<ItemResult> call_batch(const std::shared_ptr<Client::Impl>& client,
 
 }  // namespace
 
-Client::Client(const ClientOptions& options) : impl_(std::make_shared<Impl>(options)) {}
+/// In a fork it is left: its thread, and those of gRPC, are not there to end.
+Client::Client(const ClientOptions& options)
+    : impl_(new Impl(options), [](Impl* impl) {
+        if (!impl->connection.is_forked()) delete impl;
+      }) {}
 Client::~Client() = default;
 Client::Client(Client&&) noexcept = default;
 Client& Client::operator=(Client&&) noexcept = default;

@@ -41,6 +41,7 @@ class Client::Impl {
     wake_.notify_all();
   }
   void remove(const std::string& name) {
+    if (connection.is_forked()) return;
     const std::lock_guard lock(mutex_);
     names_.erase(name);
   }

@@ -198,7 +198,14 @@ grpc::Status Connection::start(const std::string& path, grpc::ClientContext& con
       channel_.get(), RpcMethod(path.c_str(), RpcMethod::NORMAL_RPC), &context, request, &response);
 }
 
+void Connection::check_process() const {
+  if (!is_forked()) return;
+  throw ClientError(ErrorCode::kFailedPrecondition,
+                    "client: expected the process that made it, found a fork of that process", "");
+}
+
 void Connection::retry(const std::function<grpc::Status()>& attempt) const {
+  check_process();
   for (int i = 0;; ++i) {
     const grpc::Status status = attempt();
     if (status.ok()) return;
@@ -211,6 +218,7 @@ void Connection::retry(const std::function<grpc::Status()>& attempt) const {
 }
 
 void Connection::call_once(const std::function<grpc::Status(grpc::ClientContext&)>& attempt) const {
+  check_process();
   grpc::ClientContext context;
   prepare(context);
   throw_status(explained(attempt(context), options_.server));

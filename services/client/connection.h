@@ -19,6 +19,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <sys/types.h>
+#include <unistd.h>
 #include <vector>
 
 namespace kvtier::services {
@@ -34,6 +36,9 @@ class Connection {
   explicit Connection(const ClientOptions& options);
 
   [[nodiscard]] const ClientOptions& options() const noexcept { return options_; }
+  /// Whether this process is a fork of the one that made the connection: its sockets are those of
+  /// the other, and it has none of its threads. Calls throw `kFailedPrecondition` then.
+  [[nodiscard]] bool is_forked() const noexcept { return ::getpid() != process_; }
   [[nodiscard]] grpc::Channel& channel() noexcept { return *channel_; }
   /// Returns channels for `most` streams at a time, a connection each: that of all calls, and those
   /// of the others that are connected; the rest begin to connect, for the next time. They live as
@@ -64,9 +69,11 @@ class Connection {
     });
     return response;
   }
-  /// Ends a session or a lease, waiting a second at most. When this fails, it runs out.
+  /// Ends a session or a lease, waiting a second at most. When this fails, it runs out. In a fork
+  /// it is the other process's.
   template <typename Response, typename Request>
   void end(const Request& request) const {
+    if (is_forked()) return;
     grpc::ClientContext context;
     context.set_deadline(grpc_deadline(kCloseTime));
     authorize(context);
@@ -80,12 +87,14 @@ class Connection {
   void retry(const std::function<grpc::Status()>& attempt) const;
 
  private:
+  void check_process() const;
   void prepare(grpc::ClientContext& context) const;
   [[nodiscard]] grpc::Status start(const std::string& path, grpc::ClientContext& context,
                                    const google::protobuf::MessageLite& request,
                                    google::protobuf::MessageLite& response) const;
   [[nodiscard]] std::shared_ptr<grpc::Channel> make_channel() const;
 
+  const pid_t process_ = ::getpid();
   const ClientOptions options_;
   const std::shared_ptr<grpc::ChannelCredentials> credentials_;
   const std::shared_ptr<grpc::Channel> channel_;

@@ -52,6 +52,7 @@ grpc::Status DecodeStream::exchange(const v1::DecodeRequest& request,
 
 void DecodeStream::close() {
   if (active_ == nullptr) return;
+  if (connection_.is_forked()) return static_cast<void>(active_.release());  // the other process's
   const gpr_timespec deadline = grpc_deadline(kCloseTime);
   grpc::Status status;
   active_->call->WritesDone(this);

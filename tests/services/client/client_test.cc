@@ -1,9 +1,12 @@
 #include "tests/services/client/client_fixture.h"
+#include "tests/support/program.h"
 
 #include <gmock/gmock.h>
 
 #include <cmath>
+#include <functional>
 #include <numeric>
+#include <unistd.h>
 
 namespace kvtier::services::testing {
 namespace {
@@ -454,6 +457,27 @@ TEST_P(ClientTest, OptionsThatDoNotGoTogetherAreRefused) {
                                   {.server = socket(), .attempts = 0}}) {
     EXPECT_EQ(code_of([&] { const Client client(options); }), ErrorCode::kInvalidArgument);
   }
+}
+
+TEST_P(ClientTest, IsOfNoUseInAForkAndEndsNothingThere) {
+  fill(10);
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    const std::vector<float> row(kKvHeads * kHeadDim, 1.0F);
+    const TensorView token = tokens_view(row, DType::kFloat32, 1, kKvHeads);
+    int used = 0;
+    for (const auto& call : std::vector<std::function<void()>>{
+             [&] { (void)client_->list_sessions(); }, [&] { remote_->append(0, token, token); },
+             [&] { remote_->truncate(0); }}) {
+      used += code_of(call) == ErrorCode::kFailedPrecondition ? 0 : 1;
+    }
+    remote_.reset();
+    client_.reset();
+    ::_exit(used);
+  }
+  EXPECT_EQ(kvtier::testing::wait_for_exit(pid), 0);
+  remote_->refresh();
+  EXPECT_EQ(remote_->length(), 10);
 }
 
 TEST_P(ClientTest, PlaintextTcpIsForLoopback) {
