@@ -249,7 +249,8 @@ void add_transfers(const TransferCounts& counts, Families& families) {
 
 void add_tenants(const ServiceCore& core, Families& families) {
   struct Sums {
-    std::int64_t sessions = 0, bytes = 0, quota = 0;
+    std::int64_t sessions = 0, bytes = 0;
+    double quota = 0;  // of many tenants, beyond 64 bits
   };
   std::vector<std::pair<std::string, Sums>> series;
   for (const auto& tenant : core.tenants().all()) {
@@ -258,7 +259,7 @@ void add_tenants(const ServiceCore& core, Families& families) {
     Sums& sums = series.back().second;
     sums.sessions += tenant->sessions();
     sums.bytes += tenant->kv_bytes();
-    sums.quota += tenant->limits().max_kv_bytes;
+    sums.quota += static_cast<double>(tenant->limits().max_kv_bytes);
   }
   for (const auto& [label, sums] : series) {
     families.gauge("kvtier_tenant_sessions", "Sessions of a tenant.", sums.sessions,

@@ -93,6 +93,7 @@ TEST_F(MetricsTest, SeriesStayFewWithManyTenants) {
     TenantConfig tenant;
     tenant.name = "tenant" + std::to_string(i);
     tenant.token_sha256 = std::string(61, 'a') + std::to_string(100 + i);
+    tenant.limits.max_kv_bytes = testing::kMax;
     options.tenants.push_back(tenant);
   }
   start(options);
@@ -106,6 +107,7 @@ TEST_F(MetricsTest, SeriesStayFewWithManyTenants) {
   EXPECT_THAT(seen.values("kvtier_tenant_sessions", "tenant"), SizeIs(kMaxTenantSeries + 1));
   EXPECT_EQ(seen.sum("kvtier_tenant_sessions", {{"tenant", "tenant63"}}), 1);
   EXPECT_EQ(seen.sum("kvtier_tenant_sessions", {{"tenant", "other"}}), 2);
+  EXPECT_GT(seen.sum("kvtier_tenant_quota_bytes", {{"tenant", "other"}}), 3e20);  // 36 times 2^63
 }
 
 TEST_F(MetricsTest, SessionsCreatedAreThoseThatEndedAndThoseThatLive) {
