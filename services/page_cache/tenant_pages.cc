@@ -264,7 +264,9 @@ void TenantPages::charge(std::int64_t bytes) {
       return tenant_.charge_kv(bytes);
     } catch (const ServiceError&) {
       PageSlot* page = slots_.oldest();
-      if (page == nullptr) {
+      // Sessions are charged to the same quota: without them all pages may be too few.
+      const std::int64_t others = tenant_.kv_bytes() - bytes_of(PageState::kCommitted);
+      if (page == nullptr || others + bytes > tenant_.limits().max_kv_bytes) {
         ++counters_.refused_quota;
         throw;
       }

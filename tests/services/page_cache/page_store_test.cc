@@ -388,6 +388,18 @@ TEST_F(PageStoreTest, QuotaIsMetExactlyByEvictingOnesOwn) {
   EXPECT_EQ(store_->stats().refused_quota, 1U);
 }
 
+TEST_F(PageStoreTest, QuotaThatSessionsHaveTakenEvictsNothingInVain) {
+  alpha_.set_quota(10, 4 * kPageBytes);
+  const PageInfo first = put("1", 1);
+  alpha_.charge_kv(3 * kPageBytes - 1);
+  const auto large = store_->open(alpha_, {.model = "model", .page_bytes = 2 * kPageBytes});
+  EXPECT_EQ(reason_of([&] { return large->pages.reserve(*large, {.hash = "2"}); }),
+            "QUOTA_EXCEEDED");
+  EXPECT_EQ(get(alpha_, first.handle), bytes_of(1));
+  EXPECT_EQ(store_->stats().refused_quota, 1U);
+  alpha_.refund_kv(3 * kPageBytes - 1);
+}
+
 TEST_F(PageStoreTest, DamagedBytesAreQuarantinedAndNeverServed) {
   const PageInfo info = put("a", 1);
   flip_bit(info.handle, 12'345);
