@@ -284,8 +284,8 @@ void SessionState::unshare_tail(transfer::Stream& stream, int index) {
   look_at(layer.pages, engine_->kv.page_tokens, true);
   for (PageTable& slabs : layer.slabs) look_at(slabs, hashing::kBlockTokens, false);
 
-  if (!tails.empty() && tails.front().paged && layer.pages.address(tails.front().i) == nullptr) {
-    try {  // others have evicted it while this call waited for a frame
+  if (engine_->pools.pages->has_tiers()) {
+    try {  // for frames the page may have been evicted, or a stored prefix that shared it dropped
       make_tail_writable(stream, layer);
     } catch (...) {
       give_back();

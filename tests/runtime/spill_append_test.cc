@@ -186,6 +186,55 @@ TEST_P(SpillAppendTest, OneBeyondTheSessionsCapacityWritesNothing) {
   EXPECT_EQ(session.length(0), 20);
 }
 
+/// A stored prefix shares the last page of a session that was truncated into it, and is dropped
+/// for the pages of the session's next append.
+TEST_P(SpillAppendTest, ATruncatedPageThatIsNoLongerSharedIsWrittenToTheTierAnew) {
+  constexpr std::int64_t kPages = 5, kTail = 3;
+  Engine engine(with_frames(20));
+  const ModelConfig& model = engine.config().model;
+  const auto append_pages = [&](Session& session, int layer, std::int64_t pages) {
+    append_random(session, model, layer, pages * kPageTokens, 1);
+  };
+  Session session = engine.open();
+  for (int layer = 0; layer < 2; ++layer) append_pages(session, layer, kPages);
+  const std::vector<std::int32_t> ids(static_cast<std::size_t>(session.length()), 1);
+  session.publish(ids);
+  {
+    Session other = engine.open();
+    append_pages(other, 0, 40);
+  }
+  // All pages of the session are in the tier; that of its tail in layer 0 comes back.
+  std::vector<std::int32_t> of_tail(2, kTail * kPageTokens);
+  std::vector<std::uint16_t> rows(2 * 2 * 64);
+  const auto view = [&](std::size_t at) {
+    return MutableTensorView(rows.data() + at, DType::kBFloat16, {2, 1, 64});
+  };
+  session.fetch(0, {of_tail.data(), DType::kInt32, {2, 1}}, {view(0), view(128)});
+  ASSERT_EQ(engine.stats().snapshot.pages_used, 1U);
+  session.truncate(kTail * kPageTokens + kPageTokens / 2);
+
+  // The other frames have pages that the tier does not take: of a later prefix, and of a session.
+  std::vector<std::int32_t> later(ids.size(), 2);
+  {
+    Session other = engine.open();
+    for (int layer = 0; layer < 2; ++layer) append_pages(other, layer, kPages);
+    other.publish(later);
+  }
+  Session rest = engine.open();
+  append_pages(rest, 0, 9);
+  ASSERT_EQ(engine.stats().snapshot.pages_used, 20U);
+  tier_->set({.put = TierStatus::kFull});
+  CallTensors call(model, 3 * kPageTokens, 7);  // more than the ring has
+  session.append(0, call.key.view(), call.value.view());
+  tier_->set({});
+
+  const std::vector<std::byte> before = all_rows(session, model, 0);
+  rest.truncate(1);
+  rest.reserve(9 * kPageTokens - 1);  // all frames but one, beside the session's open page
+  append_random(rest, model, 1, 9 * kPageTokens + 1, 8);
+  EXPECT_TRUE(all_rows(session, model, 0) == before);
+}
+
 KVTIER_INSTANTIATE_BACKENDS(SpillAppendTest);
 
 }  // namespace
