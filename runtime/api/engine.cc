@@ -89,6 +89,17 @@ void check_call(SessionState& session, int layer) {
   session.check_flags();
 }
 
+/// Enqueues attention or a selection, checks its results, and counts its queries: those of a call
+/// that throws are not counted.
+void attend_and_check(SubmissionScope& scope, EngineState& engine, int layer,
+                      std::span<const AttendPart> parts, bool after_append = false) {
+  const runtime::QueryCount count = runtime::attend(scope, engine, layer, parts, after_append);
+  runtime::check_results(scope, engine, layer, parts);
+  if (scope.capturing()) return;
+  engine.statistics.queries += count.all;
+  engine.statistics.dense_queries += count.dense;
+}
+
 /// Appends and then attends, for all parts or none: when a page that attention reads cannot be had,
 /// the appends are taken back.
 void append_and_attend(SubmissionScope& scope, EngineState& engine, int layer,
@@ -100,8 +111,7 @@ void append_and_attend(SubmissionScope& scope, EngineState& engine, int layer,
   runtime::Append append(scope, engine, layer, appends);
   const bool appended = append.enqueue();
   try {
-    runtime::attend(scope, engine, layer, attends, appended);
-    runtime::check_results(scope, engine, layer, attends);
+    attend_and_check(scope, engine, layer, attends, appended);
   } catch (...) {
     if (!scope.capturing()) append.undo();
     throw;
@@ -346,7 +356,7 @@ void Session::select(int layer, const TensorView& query, const SelectOutputs& ou
   AttendPart part = attend_part(*impl_, layer, {.query = query}, {}, options);
   part.select = outputs;
   submit(*impl_, stream, [&](SubmissionScope& scope) {
-    runtime::attend(scope, impl_->engine(), layer, {&part, 1});
+    attend_and_check(scope, impl_->engine(), layer, {&part, 1});
   });
 }
 
@@ -360,8 +370,7 @@ void Session::attend(int layer, const AttendInputs& inputs, const AttendOutputs&
   SubmissionScope scope(engine.submission, stream);
   {
     const SessionUse use(*impl_, scope);
-    runtime::attend(scope, engine, layer, {&part, 1});
-    runtime::check_results(scope, engine, layer, {&part, 1});
+    attend_and_check(scope, engine, layer, {&part, 1});
   }
   scope.finish();
   prefetch_after_step(scope, engine, layer, {&part, 1});

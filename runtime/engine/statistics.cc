@@ -89,8 +89,8 @@ void Statistics::add_to(Stats& stats, const Pools& pools) const {
   stats.seconds = seconds;
   Stats::Cumulative& sum = stats.cumulative;
   sum.tokens_appended = tokens_appended.load(std::memory_order_relaxed);
-  sum.queries = query_tokens.load(std::memory_order_relaxed);
-  sum.dense_queries = dense_query_tokens.load(std::memory_order_relaxed);
+  sum.queries = queries;
+  sum.dense_queries = dense_queries;
   add_steps(sum, pools);
   sum.nonfinite_tokens = closed_nonfinite_;
   sum.rows_corrupt = closed_corrupt_;

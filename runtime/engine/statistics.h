@@ -47,7 +47,7 @@ class Statistics {
   std::uint64_t prefix_tokens_asked = 0, prefix_tokens_attached = 0;
   Stats::StageSeconds seconds;
   std::atomic<std::uint64_t> tokens_appended{0};
-  std::atomic<std::uint64_t> query_tokens{0}, dense_query_tokens{0};
+  std::uint64_t queries = 0, dense_queries = 0;
 
  private:
   void add_steps(Stats::Cumulative& sum, const Pools& pools) const;

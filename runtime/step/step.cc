@@ -189,11 +189,6 @@ void Step::run(const Launch& launch, bool after_append) {
     } else {
       select(launch, after_append);
     }
-    if (!scope_.capturing()) {
-      const auto queries = static_cast<std::uint64_t>(launch.queries.count);
-      engine_.statistics.query_tokens += queries;
-      if (launch.dense) engine_.statistics.dense_query_tokens += queries;
-    }
   }
   workspace_.staging.finish(stream());
 }
@@ -542,14 +537,18 @@ bool can_batch_with(const AttendPart& part, std::span<const AttendPart> parts, i
   return parts.size() == 1 || shares_launch(parts.front(), part);
 }
 
-void attend(SubmissionScope& scope, EngineState& engine, int layer,
-            std::span<const AttendPart> parts, bool after_append) {
+QueryCount attend(SubmissionScope& scope, EngineState& engine, int layer,
+                  std::span<const AttendPart> parts, bool after_append) {
   Step step(scope, engine, layer);
   Launch launch;
+  QueryCount count;
   const auto flush = [&] {
     if (launch.slices.empty()) return;
     launch.dense = step.dense_is_faster(launch);
     step.run(launch, std::exchange(after_append, false));
+    const auto queries = static_cast<std::uint64_t>(launch.queries.count);
+    count.all += queries;
+    if (launch.dense) count.dense += queries;
     launch = {};
   };
   const int most = engine.workspace.batch_queries;
@@ -558,13 +557,14 @@ void attend(SubmissionScope& scope, EngineState& engine, int layer,
     for (std::int64_t begin = 0; begin < tokens;) {
       const bool joins = launch.slices.empty() || shares_launch(launch.first(), part);
       if (!joins || launch.queries.count == most || (begin > 0 && has_ids(part))) flush();
-      const std::int64_t count =
+      const std::int64_t taken =
           std::min<std::int64_t>(tokens - begin, most - launch.queries.count);
-      step.add(launch, {&part, begin, count});
-      begin += count;
+      step.add(launch, {&part, begin, taken});
+      begin += taken;
     }
   }
   flush();
+  return count;
 }
 
 }  // namespace kvtier::runtime

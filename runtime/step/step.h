@@ -37,9 +37,15 @@ struct AttendPart {
 [[nodiscard]] bool can_batch_with(const AttendPart& part, std::span<const AttendPart> parts,
                                   int batch_queries);
 
+/// Query tokens of a call, and those of them that attend to all tokens because that is faster.
+struct QueryCount {
+  std::uint64_t all = 0, dense = 0;
+};
+
 /// Enqueues attention (or selection alone, or a prefetch) of one layer. `after_append`: what
 /// `append` (runtime/step/append.h) returned, when it is what the scope enqueued just before.
-void attend(SubmissionScope& scope, EngineState& engine, int layer,
-            std::span<const AttendPart> parts, bool after_append = false);
+/// The caller counts the queries when nothing of its call can fail any more.
+QueryCount attend(SubmissionScope& scope, EngineState& engine, int layer,
+                  std::span<const AttendPart> parts, bool after_append = false);
 
 }  // namespace kvtier::runtime

@@ -154,6 +154,28 @@ TEST_P(SpillFaultTest, ATierThatDoesNotAnswerFailsTheCallAndNotTheSession) {
   EXPECT_EQ(all_rows(*a_, model(), 0), all_rows(*b_, model(), 0));
 }
 
+TEST_P(SpillFaultTest, QueriesOfABatchThatIsTakenBackAreNotCounted) {
+  std::vector<Session> sessions;
+  sessions.push_back(engine_->open());
+  sessions.push_back(std::move(*a_));
+  a_.reset();
+  std::vector<CallTensors> calls(2, CallTensors(model(), 1, 5));
+  std::vector<BatchItem> items = batch_of(sessions, calls);
+  items[1].options.mode = LayerMode::kDense;  // in a launch of its own, which reads evicted pages
+  tier_->set({.get = TierStatus::kUnavailable});
+  const Stats::Cumulative before = engine_->stats().cumulative;
+
+  expect_code(error_of([&] { engine_->decode(0, items); }), ErrorCode::kUnavailable, "fault tier");
+  EXPECT_EQ(sessions[0].length(0), 0);
+  const Stats::Cumulative more = engine_->stats().cumulative - before;
+  EXPECT_EQ(more.queries, 0U);
+  EXPECT_EQ(more.tokens_appended, 0U);
+
+  tier_->set({});
+  engine_->decode(0, items);
+  EXPECT_EQ((engine_->stats().cumulative - before).queries, 2U);
+}
+
 TEST_P(SpillFaultTest, ASecondTierRepairsWhatTheFirstHasLost) {
   const auto copies = std::make_shared<FaultTier>(/*retains=*/false);
   Config config = with_frames(40);
