@@ -74,6 +74,11 @@ struct SketchItem {
   /// Device array `[tokens]`: where each token goes instead of behind the length, below 0 or from
   /// `capacity` on for nowhere; or nullptr.
   const std::int32_t* slots = nullptr;
+
+  /// Returns how many of the tokens, from the first, may have a place.
+  [[nodiscard]] KVTIER_HOST_DEVICE std::int64_t tokens_placed() const {
+    return slots != nullptr ? tokens : transfer::tokens_stored(*counters, tokens);
+  }
 };
 using SketchBatch = transfer::Batch<SketchItem>;
 

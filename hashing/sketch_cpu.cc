@@ -255,8 +255,7 @@ void sketch_keys(const PlanesView& planes, const transfer::KvGeometry& kv,
   assert(kv.head_dim <= kMaxHeadDim && planes.sketch_bits() <= 32 * kMaxWords);
   for (int i = 0; i < batch.count; ++i) {
     const SketchItem& item = batch[i];
-    const std::int64_t room = item.counters->capacity - item.counters->length;
-    const std::int64_t tokens = std::clamp<std::int64_t>(room, 0, item.tokens);
+    const std::int64_t tokens = item.tokens_placed();
     const std::int64_t tiles = (tokens + kTileTokens - 1) / kTileTokens;
     transfer::parallel_for(
         tiles * kv.kv_heads, 1, [&](std::int64_t task_begin, std::int64_t task_end) {

@@ -238,8 +238,7 @@ __global__ void __launch_bounds__(kThreads, D == 256 ? 1 : 2)
   extern __shared__ __align__(16) std::byte shared[];
   const SketchItem& item = batch[static_cast<int>(blockIdx.z)];
   const std::int64_t length = item.counters->length;
-  const std::int64_t room = max(item.counters->capacity - length, std::int64_t{0});
-  const std::int64_t pairs = min(room, std::int64_t{item.tokens}) * kv.kv_heads;
+  const std::int64_t pairs = item.tokens_placed() * kv.kv_heads;
   if (std::int64_t{blockIdx.x} * kTileRows >= pairs) return;
 
   const int lane = static_cast<int>(threadIdx.x % 32);

@@ -160,6 +160,29 @@ TEST_P(PagedTest, SlotsOutsideTheCacheArePassedOver) {
   EXPECT_EQ(select(sketches, 0, batch, query)[0][0].ids, select(twin, 0, batch, query)[0][0].ids);
 }
 
+TEST_P(PagedTest, ACallHasMoreTokensThanTheCacheHasSlots) {
+  PagedConfig config = paged_config(paged_retrieval(SelectionRule::kTopK, Selection::kPerSequence));
+  config.num_blocks = 10;
+  constexpr std::int64_t kPadding = 140, kTokens = 130, kWidth = 2 * 64;
+  PagedSketches sketches(config), twin(config);
+  const PagedSequences sequences(config, {kTokens}, 5);
+  store_all(twin, 0, sequences);
+  const auto behind_padding = [&](const HostTensor& rows) {
+    HostTensor padded(kPadding + kTokens, 2, 64, DType::kBFloat16);
+    for (std::size_t i = 0; i < kTokens * kWidth; ++i) {
+      padded.set(kPadding * kWidth + i, rows.values()[i]);
+    }
+    return padded;
+  };
+  std::vector<std::int32_t> slots(kPadding, -1);
+  for (std::int64_t t = 0; t < kTokens; ++t) slots.push_back(sequences.slot(config, 0, t));
+  sketches.store(0, place(behind_padding(sequences.keys[0])),
+                 place(behind_padding(sequences.values[0])), place(slots));
+  const HostTensor query = queries_of(config.model, 1, 8);
+  const PagedBatch batch = batch_of(sequences);
+  EXPECT_EQ(select(sketches, 0, batch, query)[0][0].ids, select(twin, 0, batch, query)[0][0].ids);
+}
+
 TEST_P(PagedTest, ABoundBelowTheLargestLengthGivesTheSame) {
   const PagedConfig config =
       paged_config(paged_retrieval(SelectionRule::kPriority, Selection::kPerSequence));
