@@ -9,6 +9,8 @@ namespace kvtier {
 
 namespace {
 
+constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
+
 /// Collects problems as "field: expected ..., found ...".
 class Problems {
  public:
@@ -150,8 +152,10 @@ std::vector<std::string> RetrievalConfig::validate() const {
     problems.require(std::isfinite(sparsity) && sparsity >= 1.0, "sparsity",
                      "0 (use top_k) or a finite number of at least 1", sparsity);
   }
-  problems.require(sink_tokens >= 0, "sink_tokens", "at least 0", sink_tokens);
-  problems.require(recent_tokens >= 0, "recent_tokens", "at least 0", recent_tokens);
+  problems.require(sink_tokens >= 0 && sink_tokens <= kMostTokens, "sink_tokens", "0..2^30",
+                   sink_tokens);
+  problems.require(recent_tokens >= 0 && recent_tokens <= kMostTokens, "recent_tokens", "0..2^30",
+                   recent_tokens);
   return problems.take();
 }
 
@@ -190,9 +194,8 @@ std::vector<std::string> Config::validate() const {
   const int p = memory.page_tokens;
   problems.require(p == 16 || p == 32 || p == 64 || p == 128 || p == 256, "memory.page_tokens",
                    "16, 32, 64, 128 or 256", p);
-  problems.require(
-      memory.max_session_tokens >= 1 && memory.max_session_tokens <= (std::int64_t{1} << 30),
-      "memory.max_session_tokens", "1..2^30", memory.max_session_tokens);
+  problems.require(memory.max_session_tokens >= 1 && memory.max_session_tokens <= kMostTokens,
+                   "memory.max_session_tokens", "1..2^30", memory.max_session_tokens);
   problems.require(memory.max_batch_rows >= 1 && memory.max_batch_rows <= 64,
                    "memory.max_batch_rows", "1..64", memory.max_batch_rows);
   problems.require(memory.staging_rows >= -1, "memory.staging_rows", "-1 (automatic) or at least 0",

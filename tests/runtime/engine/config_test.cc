@@ -135,10 +135,14 @@ std::vector<Case> single_problems() {
        [](Config& c) { c.retrieval.sparsity = -2.0; }},
       {"retrieval.sparsity: expected 0 (use top_k) or a finite number of at least 1, found inf",
        [](Config& c) { c.retrieval.sparsity = kInfinity; }},
-      {"retrieval.sink_tokens: expected at least 0, found -1",
+      {"retrieval.sink_tokens: expected 0..2^30, found -1",
        [](Config& c) { c.retrieval.sink_tokens = -1; }},
-      {"retrieval.recent_tokens: expected at least 0, found -1",
+      {"retrieval.sink_tokens: expected 0..2^30, found 2147483647",
+       [](Config& c) { c.retrieval.sink_tokens = 2147483647; }},
+      {"retrieval.recent_tokens: expected 0..2^30, found -1",
        [](Config& c) { c.retrieval.recent_tokens = -1; }},
+      {"retrieval.recent_tokens: expected 0..2^30, found 2147483647",
+       [](Config& c) { c.retrieval.recent_tokens = 2147483647; }},
       {"retrieval.num_planes: expected 64..1024, or 0 (by head_dim), found 63",
        [](Config& c) {
          c.retrieval.estimator = Estimator::kNormAware;
