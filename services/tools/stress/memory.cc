@@ -46,6 +46,25 @@ void add_children(const StressOptions& options, MemoryNeed& need) {
   need.tables *= 2;
 }
 
+/// The configuration of an engine with these pages and this row cache.
+Config pooled_config(const StressOptions& options, const MemoryNeed& need) {
+  Config config = base_config(options);
+  config.memory.host_bytes = need.pages;
+  config.memory.row_cache_bytes = need.row_cache;
+  config.memory.row_cache_rows = options.rows_kept(need.backend);
+  return config;
+}
+
+/// What an engine takes beside sketches and workspace where it keeps factors of int8 rows.
+std::size_t factor_bytes(const StressOptions& options, const MemoryNeed& need) {
+  Config config = pooled_config(options, need);
+  config.memory.device_bytes = SIZE_MAX / 2;
+  if (engine_memory(config, need.backend).row_factors == 0) return 0;
+  const std::size_t all =
+      device_bytes_for(config, need.backend, session_tokens(options), options.batch);
+  return all - std::min(all, need.sketches + need.workspace);
+}
+
 /// The backend of an engine, which is tried where it is automatic.
 Backend backend_in_use(Backend wanted) {
   if (wanted != Backend::kAuto) return wanted;
@@ -93,15 +112,12 @@ std::int64_t session_tokens(const StressOptions& options) {
 }
 
 Config engine_config(const StressOptions& options, const MemoryNeed& need) {
-  Config config = base_config(options);
-  config.memory.host_bytes = need.pages;
+  Config config = pooled_config(options, need);
   // Half of the budget bounds the workspace, so a small model's budget is twice that.
-  config.memory.device_bytes =
-      options.device_budget.value_or(std::max(need.sketches + need.workspace, 2 * need.workspace));
+  config.memory.device_bytes = options.device_budget.value_or(
+      std::max(need.sketches + need.workspace + need.row_factors, 2 * need.workspace));
   if (options.device_budget)
     config.memory.device_bytes -= need.tables + need.row_cache + need.dense;
-  config.memory.row_cache_bytes = need.row_cache;
-  config.memory.row_cache_rows = options.rows_kept(need.backend);
   return config;
 }
 
@@ -148,7 +164,13 @@ MemoryNeed memory_need(const StressOptions& options) {
   if (options.compare_dense) {
     need.dense = 2 * need.workspace + (need.pages + need.sketches) / layers;
   }
-  if (need.row_cache > 0) add_children(options, need);
+  if (need.row_cache > 0) {
+    add_children(options, need);
+    const std::size_t factors = factor_bytes(options, need);
+    // A budget without room for them is no reason to refuse.
+    if (options.device_budget.value_or(SIZE_MAX) >= need.device() + factors)
+      need.row_factors = factors;
+  }
   return need;
 }
 
@@ -199,6 +221,8 @@ std::string show_memory(const StressOptions& options, const MemoryNeed& need) {
       line("tables", need.tables, "page tables, first and last tokens, on the device");
   if (need.row_cache > 0)
     text += line("cached rows", need.row_cache, "fetched rows that stay on the device");
+  if (need.row_factors > 0)
+    text += line("factors", need.row_factors, "of int8 rows, and spare sketches, on the device");
   if (need.dense > 0) {
     text += line("dense", need.dense, "one layer's KV and a workspace again, on the device");
   }

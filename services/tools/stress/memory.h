@@ -17,13 +17,15 @@ struct MemoryNeed {
   std::size_t workspace = 0;  ///< On the device.
   std::size_t tables = 0;     ///< On the device: page tables, sinks and recent tokens of sessions.
   std::size_t row_cache = 0;  ///< On the device: cached rows.
-  std::size_t dense = 0;      ///< On the device: one layer's KV again, for the dense comparison.
-  std::size_t source = 0;     ///< In host memory: the data under way.
+  /// On the device: factors of int8 rows, and the spare sketches without which there are none.
+  std::size_t row_factors = 0;
+  std::size_t dense = 0;   ///< On the device: one layer's KV again, for the dense comparison.
+  std::size_t source = 0;  ///< In host memory: the data under way.
   Backend backend = Backend::kCpu;  ///< That it was computed for.
 
   [[nodiscard]] std::size_t host() const { return pages + source; }
   [[nodiscard]] std::size_t device() const {
-    return sketches + workspace + tables + row_cache + dense;
+    return sketches + workspace + tables + row_cache + row_factors + dense;
   }
 };
 

@@ -2,6 +2,7 @@
 
 #include "kvtier/engine.h"
 #include "kvtier/error.h"
+#include "kvtier/memory.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -62,6 +63,28 @@ TEST(StressMemory, LeavesRoomForTheRowCacheWhereThereIsOne) {
   // 3 layers of 2 sequences, 4 sets of 32 rows for each of 2 KV heads.
   EXPECT_GE(engine.stats().snapshot.row_cache_bytes, std::size_t{3} * 2 * 4 * 32 * 2 * 256);
   EXPECT_LE(engine.stats().snapshot.row_cache_bytes, need.row_cache);
+}
+
+TEST(StressMemory, LeavesRoomForTheFactorsOfInt8RowsOnAGpu) {
+  StressOptions options = memory_options();
+  options.tokens = 200000;  // sketches above the workspace, so that nothing is left over
+  options.backend = Backend::kCuda;
+  options.page_format = PageFormat::kInt8;
+  const auto factors = [&](const MemoryNeed& need) {
+    return engine_memory(engine_config(options, need), Backend::kCuda).row_factors;
+  };
+  MemoryNeed need = memory_need(options);
+  const std::size_t all = need.pages / (2 * 64 + 8) * 8;  // 8 bytes of a row of 136
+  EXPECT_GE(need.row_factors, all);
+  EXPECT_EQ(factors(need), all);
+
+  options.device_budget = need.device();
+  EXPECT_EQ(factors(memory_need(options)), all);
+  options.device_budget = need.device() - need.row_factors;
+  const MemoryNeed without = memory_need(options);
+  EXPECT_EQ(without.row_factors, 0U);
+  EXPECT_EQ(factors(without), 0U);
+  check_memory(options, without, {});
 }
 
 TEST(StressMemory, SufficesForTheEngine) {
