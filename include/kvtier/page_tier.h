@@ -102,7 +102,7 @@ struct TierStats {
 ///
 /// A put of a key that is there is kOk and may write nothing. A get whose size is not that of the
 /// stored page is kMiss: the caller's pages have another geometry. Keys removed while the tier is
-/// unavailable may be found again.
+/// unavailable may be found again. An engine that ends removes its pages.
 ///
 /// ```cpp
 /// kvtier::Config config;

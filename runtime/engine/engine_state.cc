@@ -74,6 +74,12 @@ EngineState::~EngineState() {
   } catch (...) {
     // A failed device has nothing left to wait for.
   }
+  try {
+    // The disk cache ends with the engine; a tier of the caller's does not.
+    if (tiers && config.memory.disk_cache.empty()) pools.pages->remove_stored();
+  } catch (...) {
+    // They stay, and nothing finds them.
+  }
 }
 
 void EngineState::make_pages() {

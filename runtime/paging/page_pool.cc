@@ -62,6 +62,11 @@ void PagePool::remove_ended() {
   ended_.clear();
 }
 
+void PagePool::remove_stored() {
+  for (Page& page : pages_) end_version(page);
+  remove_ended();
+}
+
 void PagePool::enter(Page& page, std::byte* frame) {
   update(page, [&] { page.frame = frame; });
   if (has_tiers()) order_.enter(page.version.page);

@@ -121,6 +121,8 @@ class PagePool {
   /// tier has takes their place when a call needs the page. Returns false, nothing changed, when
   /// there is none, or a captured graph uses the frame.
   [[nodiscard]] bool discard(Page& page);
+  /// Removes all pages from the tiers, before an end after which nothing knows their keys.
+  void remove_stored();
   /// Returns whether a page was lost by every tier. It is so until it is given back.
   [[nodiscard]] static bool lost(const Page& page) { return page.lost; }
 

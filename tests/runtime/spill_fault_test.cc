@@ -226,6 +226,15 @@ TEST_P(SpillFaultTest, ClosedSessionsLeaveNothingInTheTier) {
   EXPECT_EQ(stats.snapshot.pages_used + stats.snapshot.pages_in_tiers, 44U);
 }
 
+TEST_P(SpillFaultTest, AnEngineThatEndsLeavesNothingInATierOfItsCaller) {
+  a_->publish(std::vector<std::int32_t>(64));
+  ASSERT_GT(tier_->size(), 0U);
+  engine_.reset();
+  EXPECT_GT(tier_->size(), 0U);  // the session is open
+  a_.reset();
+  EXPECT_EQ(tier_->size(), 0U);
+}
+
 TEST_P(SpillFaultTest, AStoredPrefixThatIsLostIsLeftOut) {
   std::vector<std::int32_t> ids(static_cast<std::size_t>(a_->length()));
   a_->publish(ids);
