@@ -36,12 +36,12 @@ struct Tile {
 
 // Widens `count` 16-bit floats and returns the sum of their squares; infinity or NaN when one of
 // them is not finite, or when the sum is above the range of fp32.
-KVTIER_SIMD_CLONES
-float widen_bf16(const std::uint16_t* from, int count, float* to) {
+template <typename T>
+[[gnu::always_inline]] inline float widen(const std::uint16_t* from, int count, float* to) {
   float sum = 0.0F;
 #pragma omp simd reduction(+ : sum)
   for (int i = 0; i < count; ++i) {
-    const float x = std::bit_cast<float>(static_cast<std::uint32_t>(from[i]) << 16);
+    const float x = T{from[i]}.to_float();
     to[i] = x;
     sum += x * x;
   }
@@ -49,22 +49,13 @@ float widen_bf16(const std::uint16_t* from, int count, float* to) {
 }
 
 KVTIER_SIMD_CLONES
+float widen_bf16(const std::uint16_t* from, int count, float* to) {
+  return widen<BFloat16>(from, count, to);
+}
+
+KVTIER_SIMD_CLONES
 float widen_fp16(const std::uint16_t* from, int count, float* to) {
-  float sum = 0.0F;
-#pragma omp simd reduction(+ : sum)
-  for (int i = 0; i < count; ++i) {
-    const std::uint32_t bits = from[i];
-    const std::uint32_t magnitude = bits & 0x7FFFU;
-    // Scaling by 2^112 moves the exponent bias, and normalises subnormals exactly.
-    const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112F;
-    const std::uint32_t finite = std::bit_cast<std::uint32_t>(scaled);
-    const std::uint32_t special = 0x7F800000U | (magnitude << 13);
-    const std::uint32_t value = magnitude >= 0x7C00U ? special : finite;
-    const float x = std::bit_cast<float>(value | ((bits & 0x8000U) << 16));
-    to[i] = x;
-    sum += x * x;
-  }
-  return sum;
+  return widen<Float16>(from, count, to);
 }
 
 KVTIER_SIMD_CLONES
@@ -109,7 +100,7 @@ void to_signs(const Projections& acc, std::uint32_t* signs) {
   }
 }
 
-float widen(DType dtype, const std::uint16_t* from, int count, float* to) {
+float widen_row(DType dtype, const std::uint16_t* from, int count, float* to) {
   return dtype == DType::kBFloat16 ? widen_bf16(from, count, to) : widen_fp16(from, count, to);
 }
 
@@ -122,8 +113,8 @@ void load_token(const transfer::KvGeometry& kv, const std::uint16_t* row, Tile& 
   const int dim = kv.head_dim;
   std::array<float, kMaxHeadDim> value;
   float* key = tile.keys + std::int64_t{t} * dim;
-  const float key_sum = widen(kv.dtype, row, dim, key);
-  const float value_sum = widen(kv.dtype, row + dim, dim, value.data());
+  const float key_sum = widen_row(kv.dtype, row, dim, key);
+  const float value_sum = widen_row(kv.dtype, row + dim, dim, value.data());
   const bool suspect = !std::isfinite(key_sum) || !std::isfinite(value_sum);
   if (suspect && count_nonfinite(key, dim) + count_nonfinite(value.data(), dim) != 0) {
     std::fill_n(key, dim, 0.0F);

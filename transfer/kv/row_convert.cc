@@ -3,7 +3,6 @@
 #include "include/types/float16.h"
 #include "transfer/device/simd.h"
 
-#include <bit>
 #include <cassert>
 #include <cstring>
 
@@ -18,34 +17,6 @@ constexpr std::uint32_t kExponentBf16 = 0x7F80U;
 constexpr std::uint32_t exponent_16(DType dtype) {
   return dtype == DType::kFloat16 ? kExponentFp16 : kExponentBf16;
 }
-
-/// `Float16` by integer arithmetic without branches, which g++ vectorises; conversions of
-/// `_Float16` it does not.
-struct Half {
-  std::uint16_t bits = 0;
-
-  [[gnu::always_inline]] static Half from_float(float value) noexcept {
-    const auto u = std::bit_cast<std::uint32_t>(value);
-    const std::uint32_t magnitude = u & 0x7FFFFFFFU;
-    const std::uint32_t normal =
-        (magnitude + 0xFFFU + ((magnitude >> 13) & 1U) - 0x38000000U) >> 13;
-    // Adding 0.5 moves the rounding position of a subnormal to the last bit.
-    const std::uint32_t subnormal =
-        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) - 0x3F000000U;
-    std::uint32_t half = magnitude < 0x38800000U ? subnormal : normal;
-    half = magnitude >= 0x477FF000U ? 0x7C00U : half;
-    half = magnitude > kExponentFp32 ? 0x7E00U : half;
-    return {static_cast<std::uint16_t>(half | ((u >> 16) & 0x8000U))};
-  }
-  [[gnu::always_inline]] [[nodiscard]] float to_float() const noexcept {
-    const std::uint32_t wide = bits;
-    const std::uint32_t magnitude = (wide & 0x7FFFU) << 13;
-    // Scaling by 2^112 moves the exponent bias and normalises subnormals exactly.
-    const auto scaled = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112F);
-    const std::uint32_t special = magnitude >= (kExponentFp16 << 13) ? kExponentFp32 : 0U;
-    return std::bit_cast<float>(scaled | special | ((wide & 0x8000U) << 16));
-  }
-};
 
 // Inlined into the clones below, and so compiled for the instruction set of each.
 template <typename In, typename Out>
@@ -74,19 +45,19 @@ KVTIER_SIMD_CLONES bool fp32_to_bf16(const void* in, std::uint16_t* out, std::in
 }
 
 KVTIER_SIMD_CLONES bool fp16_to_bf16(const void* in, std::uint16_t* out, std::int64_t n) {
-  return to_16<Half, BFloat16>(in, out, n, kExponentBf16);
+  return to_16<Float16, BFloat16>(in, out, n, kExponentBf16);
 }
 
 KVTIER_SIMD_CLONES bool fp32_to_fp16(const void* in, std::uint16_t* out, std::int64_t n) {
-  return to_16<Float32, Half>(in, out, n, kExponentFp16);
+  return to_16<Float32, Float16>(in, out, n, kExponentFp16);
 }
 
 KVTIER_SIMD_CLONES bool bf16_to_fp16(const void* in, std::uint16_t* out, std::int64_t n) {
-  return to_16<BFloat16, Half>(in, out, n, kExponentFp16);
+  return to_16<BFloat16, Float16>(in, out, n, kExponentFp16);
 }
 
 KVTIER_SIMD_CLONES void fp16_to_fp32(const void* in, float* out, std::int64_t n) {
-  to_32<Half>(in, out, n);
+  to_32<Float16>(in, out, n);
 }
 
 KVTIER_SIMD_CLONES void bf16_to_fp32(const void* in, float* out, std::int64_t n) {
