@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import logging
+import subprocess
 import sys
 import threading
 import unittest
@@ -52,6 +53,37 @@ PRIORITY = RetrievalConfig(
     sink_tokens=SINK,
     recent_tokens=RECENT,
 )
+
+
+# A fork calls, closes and ends what its parent has made.
+FORKED = """
+import os, signal, sys
+import numpy as np
+import kvtier
+shape = kvtier.ModelConfig(layers=1, query_heads=2, kv_heads=1, head_dim=64)
+sizes = kvtier.MemoryConfig(host_bytes=16 << 20, max_session_tokens=1024)
+engine = kvtier.Engine(shape, memory=sizes, backend=kvtier.Backend.CPU)
+session, other = engine.open(), engine.open()
+paged = kvtier.PagedSketches(shape, num_blocks=4, max_tokens=64, backend=kvtier.Backend.CPU)
+rows = np.ones((100, 1, 64), np.float32)
+session.append(0, rows, rows)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # ends one that waits for threads of its parent
+    refused = 0
+    calls = (engine.stats, engine.open, session.length, lambda: session.append(0, rows, rows), paged.check)
+    for call in calls:
+        try:
+            call()
+        except kvtier.FailedPreconditionError as error:
+            refused += "found a fork of that process" in str(error)
+    session.close()
+    engine.close()
+    sys.exit(refused)
+_, status = os.waitpid(child, 0)
+session.append(0, rows, rows)
+print(os.waitstatus_to_exitcode(status), session.length())
+"""
 
 
 def model(**changes: Any) -> kvtier.ModelConfig:
@@ -579,6 +611,11 @@ class BadInputTest(EngineTest):
         ):
             with self.assertRaisesRegex(kvtier.FailedPreconditionError, "closed"):
                 call()
+
+    def test_a_fork_of_the_process_is_refused_and_ends(self) -> None:
+        command = [sys.executable, "-c", FORKED]
+        found = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+        self.assertEqual(found.stdout, "5 200\n")
 
     def test_refuses_a_session_twice_in_a_batch(self) -> None:
         session, keys, values = self.filled(10)

@@ -122,7 +122,8 @@ Engine::Engine(nb::handle model, nb::handle memory, nb::handle retrieval, nb::ha
   }
   backend_ = made->backend();
   // The last owner is Python, or a call of it: both have the GIL, which the end does not hold.
-  engine_ = {made.release(), [](kvtier::Engine* engine) {
+  engine_ = {made.release(), [process = process_](kvtier::Engine* engine) {
+               if (process.is_forked()) return;
                const nb::gil_scoped_release release;
                delete engine;
              }};
@@ -219,6 +220,7 @@ nb::dict Engine::stats() {
 void Engine::close() { engine_.reset(); }
 
 std::shared_ptr<kvtier::Engine> Engine::open_engine() const {
+  process_.check("engine");
   if (engine_) return engine_;
   throw kvtier::Error(kvtier::ErrorCode::kFailedPrecondition,
                       "engine: expected an open one, found one that is closed");

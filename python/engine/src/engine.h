@@ -2,6 +2,7 @@
 
 #include "kvtier/engine.h"
 
+#include "process.h"
 #include "session.h"
 
 #include <cstdint>
@@ -47,8 +48,10 @@ class Engine {
   void close();
 
  private:
+  /// Throws `kFailedPrecondition` for a closed engine, and in a fork of the process.
   [[nodiscard]] std::shared_ptr<kvtier::Engine> open_engine() const;
 
+  Process process_;
   std::shared_ptr<kvtier::Engine> engine_;  // read and replaced with the GIL held
   kvtier::Backend backend_ = kvtier::Backend::kCpu;
 };

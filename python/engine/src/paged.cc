@@ -22,13 +22,15 @@ PagedSketches::PagedSketches(nb::handle model, nb::handle retrieval, std::int64_
   }
   backend_ = made->backend();
   // As of `Engine`: the last owner has the GIL, which the end does not hold.
-  sketches_ = {made.release(), [](kvtier::PagedSketches* sketches) {
+  sketches_ = {made.release(), [process = process_](kvtier::PagedSketches* sketches) {
+                 if (process.is_forked()) return;
                  const nb::gil_scoped_release release;
                  delete sketches;
                }};
 }
 
 std::shared_ptr<kvtier::PagedSketches> PagedSketches::open() const {
+  process_.check("paged sketches");
   if (sketches_) return sketches_;
   throw kvtier::Error(kvtier::ErrorCode::kFailedPrecondition,
                       "paged sketches: expected open ones, found some that are closed");
@@ -81,7 +83,11 @@ std::int64_t PagedSketches::attended_bound(std::int64_t length) const {
   return open()->attended_bound(length);
 }
 
-void PagedSketches::check() { open()->check(); }
+void PagedSketches::check() {
+  const std::shared_ptr<kvtier::PagedSketches> sketches = open();
+  const nb::gil_scoped_release release;  // it waits for a call under way
+  sketches->check();
+}
 
 std::size_t PagedSketches::device_bytes() const { return open()->device_bytes(); }
 

@@ -2,6 +2,7 @@
 
 #include "kvtier/paged.h"
 
+#include "process.h"
 #include "session.h"
 
 #include <cstdint>
@@ -31,8 +32,10 @@ class PagedSketches {
   void close();
 
  private:
+  /// Throws `kFailedPrecondition` for sketches that are closed, and in a fork of the process.
   [[nodiscard]] std::shared_ptr<kvtier::PagedSketches> open() const;
 
+  Process process_;
   std::shared_ptr<kvtier::PagedSketches> sketches_;  // read and replaced with the GIL held
   kvtier::Backend backend_ = kvtier::Backend::kCpu;
 };

@@ -2,9 +2,12 @@
 
 #include "arguments.h"
 
+#include <utility>
+
 namespace kvtier_engine {
 
 Session::Use::Use(Session& session) : session_(&session) {
+  session.process_.check("session");
   if (session.used_.exchange(true)) {
     throw kvtier::Error(kvtier::ErrorCode::kFailedPrecondition,
                         "session: expected one call at a time, found another under way");
@@ -19,7 +22,14 @@ Session::Use::~Use() {
   if (session_ != nullptr) session_->used_ = false;
 }
 
-Session::~Session() {
+Session::~Session() { end(); }
+
+void Session::end() {
+  if (process_.is_forked()) {
+    // Never freed: the end of the last session of an engine is that of the engine.
+    if (session_) new kvtier::Session(std::move(*session_));
+    return;
+  }
   const nb::gil_scoped_release release;
   session_.reset();
 }
@@ -146,14 +156,12 @@ void Session::advance(int layer, std::int64_t tokens) {
 }
 
 void Session::close() {
+  if (process_.is_forked()) return;
   if (used_.exchange(true)) {
     throw kvtier::Error(kvtier::ErrorCode::kFailedPrecondition,
                         "session: expected no call under way to close it, found one");
   }
-  {
-    const nb::gil_scoped_release release;
-    session_.reset();
-  }
+  end();
   used_ = false;
 }
 

@@ -3,6 +3,7 @@
 #include "kvtier/engine.h"
 
 #include "config.h"
+#include "process.h"
 
 #include <atomic>
 #include <cstdint>
@@ -19,8 +20,8 @@ namespace nb = nanobind;
 
 using Stream = std::optional<std::uintptr_t>;
 
-/// A session of Python: may be closed, and refuses a second call while one is under way. Calls hold
-/// no GIL while the library works.
+/// A session of Python: may be closed, and refuses a second call while one is under way, and calls
+/// in a fork of the process. Calls hold no GIL while the library works.
 class Session {
  public:
   Session(kvtier::Session session, kvtier::Backend backend)
@@ -29,8 +30,8 @@ class Session {
   Session(const Session&) = delete;  // one owner of the library's session
   Session& operator=(const Session&) = delete;
 
-  /// Holds the session for one call. Throws `kFailedPrecondition` for a closed session, or one that
-  /// another thread is using.
+  /// Holds the session for one call. Throws `kFailedPrecondition` for a closed session, one that
+  /// another thread is using, and in a fork of the process.
   class Use {
    public:
     explicit Use(Session& session);
@@ -66,6 +67,10 @@ class Session {
   [[nodiscard]] kvtier::Backend backend() const noexcept { return backend_; }
 
  private:
+  /// Ends the session; in a fork of the process leaves it as it is.
+  void end();
+
+  Process process_;
   std::optional<kvtier::Session> session_;
   kvtier::Backend backend_;
   std::atomic<bool> used_ = false;
