@@ -470,6 +470,19 @@ class BadInputTest(HfTest):
             model(ids[:, 9:], attention_mask=later, past_key_values=cache)
         self.assertEqual(cache.get_seq_length(), 9)
 
+    def test_a_pass_of_another_batch_changes_nothing(self) -> None:
+        model = model_of("llama")
+        cache, fresh = self.cache(model, max_batch_size=2), self.cache(model)
+        ids = tokens(44, 2, 13)
+        for each in (cache, fresh):
+            model(ids[:1, :10], past_key_values=each)
+        for mask in (None, torch.ones_like(ids)):
+            with self.assertRaisesRegex(kvtier.InvalidArgumentError, "expected a batch of 1, as before"):
+                model(ids[:, 10:], attention_mask=mask, past_key_values=cache)
+            self.assertEqual((cache.get_seq_length(), cache.padding), (10, [0]))
+        found = model(ids[:1, 10:], past_key_values=cache).logits
+        self.assertTrue(torch.equal(found, model(ids[:1, 10:], past_key_values=fresh).logits))
+
     def test_refuses_what_it_does_not_compute(self) -> None:
         model = model_of("llama")
         ids = tokens(14, 1, 10)

@@ -154,6 +154,11 @@ class KvtierCache(Cache):
                 f"attention_mask: expected [batch, {length}] with past and new tokens, "
                 f"found {list(mask.shape)}"
             )
+        if past > 0 and mask.shape[0] != len(self.padding):
+            raise invalid(
+                f"attention_mask: expected a batch of {len(self.padding)}, as before, "
+                f"found {mask.shape[0]}"
+            )
         gaps = (mask[:, :-1] & ~mask[:, 1:]).nonzero()
         if len(gaps) > 0:
             row, position = gaps[0].tolist()
