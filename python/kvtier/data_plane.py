@@ -369,8 +369,11 @@ class Planes:
         return self._attach(staging_bytes) if self._usable else None
 
     def detach(self, attached: Attached) -> None:
-        """Ends an attachment and closes its channel. Waits for the server, a second at most."""
+        """Ends an attachment and closes its channel; in a fork of the process leaves it as it is.
+        Waits for the server, a second at most."""
         connection = self._connection
+        if connection.is_forked:
+            return
         request = shared_memory_pb2.DeleteAttachmentRequest(name=attached.name)
         try:
             connection.shared_memory.DeleteAttachment(

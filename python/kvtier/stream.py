@@ -22,6 +22,10 @@ class DecodeStream:
         self._requests: queue.SimpleQueue[attention_pb2.DecodeRequest | None] | None = None
         self._call: Any = None
 
+    def __del__(self) -> None:
+        if self._requests is not None:
+            self._requests.put(None)  # ends the thread of grpc that waits for requests
+
     def exchange(self, request: attention_pb2.DecodeRequest) -> attention_pb2.DecodeResponse:
         """Sends a request and waits for its reply."""
         timeout = self._connection.seconds_left()

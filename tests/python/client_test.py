@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import threading
 import unittest
 from typing import Any
 
@@ -452,6 +453,18 @@ class GrpcSessionTest(SessionTest):
     """The same over gRPC alone."""
 
     data_plane = False
+
+    def test_a_session_that_is_dropped_leaves_no_threads(self) -> None:
+        rows = Case(1)
+        self.session.decode(0, rows.query(1), rows.keys, rows.values)  # starts threads of the client
+        before = set(threading.enumerate())
+        session = self.client.open(MODEL, RETRIEVAL)
+        session.decode(0, rows.query(1), rows.keys, rows.values)
+        made = set(threading.enumerate()) - before
+        self.assertTrue(made)  # of the stream of its steps
+        del session
+        gc.collect()
+        wait_until(self, lambda: not any(thread.is_alive() for thread in made))
 
 
 class LeaseTest(ServerTest):

@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import random
+import signal
 import socket
 import struct
 import tempfile
@@ -164,6 +165,19 @@ class PlaneTest(ServerTest):
         """Ends the connection under the client."""
         (channel,) = self.client.planes._idle
         channel._socket.shutdown(socket.SHUT_RDWR)
+
+    def test_a_fork_leaves_what_its_parent_has_attached(self) -> None:
+        attached = self.client.planes.attach(1 << 20)
+        assert attached is not None
+        self.addCleanup(self.client.planes.detach, attached)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            calls = unittest.mock.Mock()
+            self.client.connection.shared_memory = calls
+            self.client.planes.detach(attached)
+            os._exit(len(calls.mock_calls))
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
 
     def test_a_step_on_a_connection_that_ended_is_made_over_grpc_once(self) -> None:
         query, row = rows(1, 2), rows(1, 1)
