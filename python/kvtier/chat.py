@@ -1,9 +1,9 @@
 """A conversation with a model of Hugging Face transformers whose keys and values kvtier keeps.
 
-    python -m kvtier.chat --model DIR [--preset NAME] [--k N] [--prompt TEXT] [--dense]
+    python -m kvtier.chat --model DIR [--preset NAME] [--k N] [--prompt TEXT]
 
-Reads turns from standard input, a line each, and writes the answers as they come; an empty line or
-the end of the input ends it. Needs the extra `hf`."""
+Reads turns from standard input, a line each, and writes the answers as they come; an empty line, the
+end of the input or Ctrl-C ends it. Needs the extra `hf`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ContextManager, Optional, Sequence
+from typing import TYPE_CHECKING, Any, ContextManager, Iterator, Optional, Sequence
 
 import kvtier
 from kvtier.config import Estimator, RetrievalConfig, SelectionRule, SketchCode
@@ -157,6 +157,20 @@ class _Clock:
             self._streamer.end()
 
 
+def _turns(prompt: Optional[str]) -> Iterator[str]:
+    """Yields the turns up to an empty one; asks for them in a terminal."""
+    if prompt is not None:
+        yield prompt
+        return
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        turn = sys.stdin.readline().strip()
+        if not turn:
+            return
+        yield turn
+
+
 def _mib(size: int) -> str:
     return f"{size / (1 << 20):.1f} MiB"
 
@@ -220,16 +234,13 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         backend=Backend.CPU if options.device == "cpu" else Backend.CUDA,
     )
     chat = Chat(model, tokenizer, cache)
-    turns = [options.prompt] if options.prompt is not None else sys.stdin
     graphs = options.device != "cpu" and not options.no_graphs
     steps: ContextManager[Any] = graphed(model, cache) if graphs else nullcontext()
     try:
         with steps:
-            for turn in turns:
-                if not turn.strip():
-                    break
+            for turn in _turns(options.prompt):
                 streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-                chat.ask(turn.strip(), options.new_tokens, streamer)
+                chat.ask(turn, options.new_tokens, streamer)
                 rate = (chat.tokens - 1) / chat.seconds if chat.tokens > 1 else 0.0
                 print(
                     f"[{chat.tokens} tokens, first after {chat.prefill_seconds:.2f} s, then "
@@ -239,6 +250,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     except kvtier.ClientError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
     finally:
         cache.close()
     return 0

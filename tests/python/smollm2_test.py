@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pty
 import re
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -213,6 +216,29 @@ class CommandsTest(unittest.TestCase):
                 more = ["--preset", preset, "--k", "32", "--new-tokens", "8"]
                 out, err = self.run_main(kvtier.chat, *common, *more, "--prompt", "Hello!")
                 self.assertGreater(len(out.strip()), 3)
+
+    def test_chat_in_a_terminal_asks_and_ends_by_control_c(self) -> None:
+        pid, terminal = pty.fork()
+        if pid == 0:
+            command = [sys.executable, "-m", "kvtier.chat", "--model", str(MODEL), "--device", "cpu"]
+            more = ["--dtype", "float32", "--max-tokens", "512", "--new-tokens", "4"]
+            os.execv(sys.executable, [*command, *more])
+        shown, sent = "", 0
+        with os.fdopen(terminal, "r+b", buffering=0) as screen:
+            while select.select([screen], [], [], 300.0)[0]:
+                try:
+                    piece = screen.read(4096)
+                except OSError:  # so a terminal ends
+                    break
+                shown += piece.decode(errors="replace")
+                if len(re.findall(r"^> ", shown, re.MULTILINE)) > sent:
+                    sent += 1
+                    screen.write(b"Hello!\n" if sent == 1 else b"\x03")
+            else:
+                os.kill(pid, signal.SIGKILL)
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 130, shown)
+        self.assertIn("tokens/s", shown)
+        self.assertNotIn("Traceback", shown)
 
     def test_chat_refuses(self) -> None:
         _, err = self.run_main(kvtier.chat, "--model", self.folder, code=2)
