@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 import tempfile
 import unittest
 from pathlib import Path
 
 import kvtier
 import numpy as np
-from server import Server
+from server import BINARY, PATIENCE, Server
 
 MODEL = kvtier.ModelConfig(layers=1, query_heads=2, kv_heads=1, head_dim=64)
 TENANTS = 102  # more than one reply lists
@@ -96,6 +100,50 @@ class AdminTest(unittest.TestCase):
         self.addCleanup(admin.close)
         with self.assertRaises(kvtier.ClientError):
             admin.info()
+
+
+@unittest.skipUnless(shutil.which("openssl"), "no openssl")
+class OperationsTest(unittest.TestCase):
+    def test_the_example_of_tokens_and_certificates_runs(self) -> None:
+        text = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
+        text = text.split("## 3. Tokens")[1]
+        commands, program = (text.split(f"```{kind}\n")[1].split("```")[0] for kind in ("sh", "python"))
+        commands = commands.replace(":7443", ":0").replace("kvtier serve", "exec kvtier serve --backend cpu")
+        folder = tempfile.TemporaryDirectory(prefix="kvtier-operations-")
+        self.addCleanup(folder.cleanup)
+        path = f"{Path(BINARY).parent}:{os.environ['PATH']}"
+        server = subprocess.Popen(
+            ["bash", "-ec", commands],
+            cwd=folder.name,
+            env={**os.environ, "PATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.addCleanup(server.communicate)
+        self.addCleanup(server.kill)
+        assert server.stdout is not None
+        listening = f"listening on unix:{folder.name}/kvtier.sock\n"
+        self.assertEqual(server.stdout.readline(), listening)
+        port = server.stdout.readline().rpartition(":")[2].strip()
+        program = program.replace(":7443", f":{port}")
+        no_token = program.replace("token=token", "token='x'")
+        server_files = program.replace("alpha.pem", "server.pem").replace("alpha.key", "server.key")
+        for source, printed, raised in (
+            (program, "[]\n[]\n", ""),
+            (no_token, "", "UnauthenticatedError"),
+            (server_files, "[]\n", "UnauthenticatedError"),
+        ):
+            done = subprocess.run(
+                [sys.executable, "-c", source],
+                cwd=folder.name,
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE,
+            )
+            self.assertEqual(done.stdout, printed, done.stderr)
+            self.assertIn(raised, done.stderr)
 
 
 if __name__ == "__main__":
