@@ -17,7 +17,7 @@ import vllm
 from server import Server, ServerTest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvtier.vllm.connector import KvtierConnector
+from kvtier.vllm.connector import KvtierConnector, KvtierMetadata, Transfer
 
 BLOCKS, TOKENS, HEADS, DIM = 32, 16, 2, 8
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn", "model.layers.2.attn")
@@ -58,6 +58,10 @@ def content(layer: int, block: list[int]) -> Any:
     return torch.rand((2, TOKENS, HEADS, DIM), generator=generator).to(torch.bfloat16)
 
 
+class Interrupted(BaseException):
+    pass
+
+
 class Engine:
     """The connectors of a scheduler and a worker, and what vLLM does with them in a step."""
 
@@ -73,6 +77,7 @@ class Engine:
         self.worker.register_kv_caches(self.caches)
         self.scheduler.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
         self.next = 1
+        self.interrupted_at = ""  # a layer
         self.stores: list[list[bytes]] = []  # of each step
 
     def close(self) -> None:
@@ -143,13 +148,17 @@ class Engine:
     ) -> set[int]:
         self.worker.bind_connector_metadata(metadata)
         self.worker.start_load_kv(None)
-        for number, layer in enumerate(LAYERS):
-            self.worker.wait_for_layer_load(layer)
-            for i in range(begin // TOKENS, -(-end // TOKENS)):  # as the model computes
-                self.block(layer, blocks[i]).copy_(content(number, prompt[: i + 1]))
-            self.worker.save_kv_layer(layer, self.caches[layer], None)
-        self.worker.wait_for_save()
-        self.worker.clear_connector_metadata()
+        try:
+            for number, layer in enumerate(LAYERS):
+                if layer == self.interrupted_at:
+                    raise Interrupted
+                self.worker.wait_for_layer_load(layer)
+                for i in range(begin // TOKENS, -(-end // TOKENS)):  # as the model computes
+                    self.block(layer, blocks[i]).copy_(content(number, prompt[: i + 1]))
+                self.worker.save_kv_layer(layer, self.caches[layer], None)
+        finally:  # as vLLM does
+            self.worker.wait_for_save()
+            self.worker.clear_connector_metadata()
         return set(self.worker.get_block_ids_with_load_errors())
 
 
@@ -297,6 +306,30 @@ class VllmConnectorTest(ServerTest):
         self.assertEqual(step(True), other.block_hashes)
         engine.scheduler.update_connector_output(SimpleNamespace(invalid_block_ids={2}))
         self.assertEqual([step(False), step(False)], [[], []])
+
+    def test_a_pass_that_is_interrupted_stores_nothing(self) -> None:
+        engine, reader = self.engine(), self.engine()
+        first, second = [1, 2, 3, 4], [1, 2, 5]
+        engine.interrupted_at = LAYERS[1]
+        with self.assertRaises(Interrupted):
+            engine.run(make_request("a", first), first)
+        engine.interrupted_at = ""
+        engine.run(make_request("b", second), second)
+        self.stored(reader, second)
+        self.assertEqual(reader.run(make_request("c", second), second), (2 * TOKENS, set()))
+        engine.worker._worker._store._threads.shutdown(wait=True)
+        self.assertEqual(reader.matched(make_request("d", [*first, -1])), 2 * TOKENS)
+
+    def test_a_pass_that_never_ends_leaves_nothing_to_the_next(self) -> None:
+        engine, reader = self.engine(), self.engine()
+        prompt = [1, 2, 3, 4]
+        store = Transfer([b"#" * 32], [BLOCKS - 1])
+        engine.worker.bind_connector_metadata(KvtierMetadata(store=store))
+        engine.worker.save_kv_layer(LAYERS[0], engine.caches[LAYERS[0]], None)
+        engine.worker.clear_connector_metadata()
+        engine.run(make_request("a", prompt), prompt)
+        self.stored(reader, prompt)
+        self.assertEqual(reader.run(make_request("b", prompt), prompt), (3 * TOKENS, set()))
 
     def test_requests_that_must_compute_their_prompt_load_nothing(self) -> None:
         engine = self.engine()

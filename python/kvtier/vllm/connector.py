@@ -4,6 +4,7 @@ layer by layer."""
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -107,6 +108,10 @@ class KvtierConnector(KVConnectorBase_V1):
     def get_handshake_metadata(self) -> KvtierHandshake:
         return self._worker.handshake()
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin_step()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.start_load(self._metadata().load)
 
@@ -119,7 +124,9 @@ class KvtierConnector(KVConnectorBase_V1):
         self._worker.stage(layer_name, self._metadata().store)
 
     def wait_for_save(self) -> None:
-        self._worker.end_step(self._metadata().store)
+        # vLLM calls this, too, while an exception ends the pass: some layers have no KV of the blocks then.
+        raised = sys.exc_info()[0] is not None
+        self._worker.end_step(Transfer() if raised else self._metadata().store)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed()
@@ -351,6 +358,10 @@ class _Worker:
     def handshake(self) -> KvtierHandshake:
         assert self._made is not None, "KV caches are registered before"
         return self._made
+
+    def begin_step(self) -> None:
+        """Forgets what a step that was not ended has copied."""
+        self._staged = {}
 
     def start_load(self, load: Transfer) -> None:
         """Starts to read blocks to host memory, layer by layer."""
