@@ -596,6 +596,10 @@ class BadInputTest(HfTest):
         ):
             with self.subTest(message), self.assertRaisesRegex(kvtier.InvalidArgumentError, message):
                 KvtierCache(config, max_tokens=100, **settings)
+        with self.assertRaisesRegex(
+            kvtier.ResourceExhaustedError, "found .*, for max_tokens 536870912 and max_batch_size 1000"
+        ):
+            KvtierCache(CONFIGS["llama"], max_tokens=1 << 29, max_batch_size=1000)
         engine = self.cache(model_of("llama")).engine
         with self.assertRaisesRegex(kvtier.FailedPreconditionError, "expected layers 2"):
             KvtierCache(transformers.LlamaConfig(**{**SHAPE, "num_hidden_layers": 2}), engine=engine)

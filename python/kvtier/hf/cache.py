@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 import kvtier
 from kvtier.config import DType, LayerConfig, LayerMode, ModelConfig, RetrievalConfig
 from kvtier.engine_config import Backend, MemoryConfig
-from kvtier.errors import ErrorCode, FailedPreconditionError, invalid
+from kvtier.errors import ErrorCode, FailedPreconditionError, ResourceExhaustedError, invalid
 from kvtier.hf.layer import KvtierLayer
 from kvtier.hf.shape import (
     batch_rows,
@@ -41,8 +41,8 @@ class KvtierCache(Cache):
     for the same model instead; `memory`, `retrieval`, `dense`, `kv_dtype` and `backend` are then
     its own.
 
-    `kv_dtype`: of stored keys and values, by default float16 for a model of float16 and bfloat16
-    for others; those of a float32 model are rounded. What is refused: docs/python.md.
+    `kv_dtype`: of stored keys and values, by default float16 where `config.dtype` is that and
+    bfloat16 elsewhere; those of a float32 model are rounded. What is refused: docs/python.md.
 
     Left padding takes no room: `attention_mask` may have zeros at the beginnings of rows and
     nowhere else. `crop`, `reorder_cache`, `batch_repeat_interleave`, `batch_select_indices`,
@@ -75,11 +75,16 @@ class KvtierCache(Cache):
         if engine is None:
             if retrieval is None:
                 retrieval = default_retrieval(shape.head_dim)
+            sized = ""
             if memory is None:
                 tokens = decoder.max_position_embeddings if max_tokens is None else max_tokens
                 rows = batch_rows(decoder, max_batch_size)
                 memory = memory_config(shape, retrieval, max_batch_size, tokens, rows, backend)
-            engine = kvtier.Engine(shape, retrieval, memory, backend=backend)
+                sized = f", for max_tokens {tokens} and max_batch_size {max_batch_size}"
+            try:
+                engine = kvtier.Engine(shape, retrieval, memory, backend=backend)
+            except ResourceExhaustedError as error:
+                raise ResourceExhaustedError(error.code, error.message + sized) from None
         _check_fit(engine.model, shape)
         self.config = config
         self.engine = engine
