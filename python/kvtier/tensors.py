@@ -29,7 +29,13 @@ FLOATS = ("float32", "float16", "bfloat16", "uint16")
 def check(name: str, array: ArrayLike, dtypes: Sequence[str]) -> Array:
     """Returns a dense array of one of `dtypes` that a message can carry, `array` itself where it is
     one."""
-    found = np.asarray(array)
+    try:
+        found = np.asarray(array)
+    except (TypeError, ValueError, RuntimeError) as failure:  # as torch does for bfloat16, and on a GPU
+        raise invalid(
+            f"{name}: expected what numpy takes (of a bfloat16 tensor of torch its bits: "
+            f"tensor.cpu().view(torch.uint16).numpy()), found {type(array).__name__}: {failure}"
+        ) from None
     if not found.dtype.isnative or found.dtype.name not in dtypes:
         floats = "float32, float16 or bfloat16 (or its bits as uint16)"
         expected = floats if dtypes == FLOATS else " or ".join(dtypes)

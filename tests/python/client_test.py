@@ -40,6 +40,13 @@ class Case:
         return from_bits(bfloat_bits(self.random.standard_normal(shape, np.float32)))
 
 
+class NoArray:
+    """As tensors of torch that are bfloat16, on a GPU or require a gradient."""
+
+    def __array__(self, *arguments: Any, **settings: Any) -> Any:
+        raise TypeError("of a GPU")
+
+
 class SettingsTest(unittest.TestCase):
     def test_refuses_what_is_no_member_of_an_enumeration(self) -> None:
         kinds = {
@@ -372,6 +379,10 @@ class SessionTest(ServerTest):
                 "keys: expected float32, float16 or bfloat16 (or its bits as uint16), "
                 f"found {dtype}",
             )
+        with self.assertRaisesRegex(
+            kvtier.InvalidArgumentError, "keys: expected what numpy takes.*found NoArray: of a GPU"
+        ):
+            self.session.append(0, NoArray(), case.values)
         with self.assertRaisesRegex(
             kvtier.InvalidArgumentError, "selected: expected int32, found float32"
         ):
