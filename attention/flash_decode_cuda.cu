@@ -74,10 +74,7 @@ struct StagedQueries {
       if (i >= group * kPieces) break;
       float x[kPiece];
       to_floats(raw[j], dtype, x);
-      auto* const piece =
-          reinterpret_cast<float4*>(to + i / kPieces * kPitch + i % kPieces * kPiece);
-      piece[0] = {x[0], x[1], x[2], x[3]};
-      piece[1] = {x[4], x[5], x[6], x[7]};
+      transfer::cuda::store_floats(to + i / kPieces * kPitch + i % kPieces * kPiece, x);
     }
   }
 };
@@ -85,19 +82,9 @@ struct StagedQueries {
 /// Counts queries with NaN or infinity; each block looks at some.
 __device__ __noinline__ void count_nonfinite(const transfer::KvGeometry& kv,
                                              const QueryItems& items) {
-  const int pieces = kv.head_dim / kPiece;
   for (auto q = static_cast<int>(blockIdx.x); q < items.count; q += static_cast<int>(gridDim.x)) {
-    const QueryItem& item = items[q];
-    int nonfinite = 0;
-    for (auto i = static_cast<int>(threadIdx.x);
-         item.flags != nullptr && i < kv.query_heads * pieces; i += static_cast<int>(blockDim.x)) {
-      float x[kPiece];
-      to_floats(load_piece(head_source(item.query, item.token, i / pieces), i % pieces),
-                item.query.dtype, x);
-      for (const float value : x) nonfinite |= isfinite(value) ? 0 : 1;
-    }
-    nonfinite = __syncthreads_or(nonfinite);
-    if (threadIdx.x == 0 && nonfinite != 0) transfer::cuda::raise_nonfinite(item);
+    if (items[q].flags == nullptr) continue;
+    transfer::cuda::pack_query(items[q], kv.query_heads, kv.head_dim, nullptr);
   }
 }
 
@@ -532,18 +519,6 @@ void launch_attend(void* stream, const AttendRequest& request, const QueryItems&
                                      outputs, workspace, stages);
 }
 
-QueryItems packed_items(const AttendRequest& request) {
-  const std::int64_t row = std::int64_t{request.kv.query_heads} * request.kv.head_dim;
-  QueryItems items;
-  for (int q = 0; q < request.query_batch.count; ++q) {
-    items.push({.query = {.data = request.queries,
-                          .token_stride = row,
-                          .head_stride = request.kv.head_dim},
-                .token = q});
-  }
-  return items;
-}
-
 template <typename T, bool kInt8, typename... Args>
 void launch_shape(const transfer::KvGeometry& kv, const Args&... args) {
   assert(kv.group() <= kMaxGroup);
@@ -568,7 +543,11 @@ void attend(void* stream, const AttendRequest& request, const SelectionView& sel
             const FlashDecodeLimits& limits, std::byte* memory, const OutputBatch& outputs) {
   if (request.query_batch.count == 0) return;
   const Workspace workspace = workspace_in(memory, limits);
-  const QueryItems items = request.items != nullptr ? *request.items : packed_items(request);
+  const QueryItems items =
+      request.items != nullptr
+          ? *request.items
+          : transfer::cuda::packed_items(request.queries, request.query_batch.count,
+                                         request.kv.query_heads, request.kv.head_dim);
   if (request.kv.dtype == DType::kFloat16) {
     return launch_shape<__half, false>(request.kv, stream, request, items, selection, outputs,
                                        workspace);

@@ -198,10 +198,8 @@ __device__ void attend_share(const FusedAttention& attention, const HeadSource& 
   if (static_cast<int>(threadIdx.x) / kPieces < group) {
     float x[kPiece];
     transfer::cuda::to_floats(raw_query, query.dtype, x);
-    auto* to = reinterpret_cast<float4*>(
-        &shared.queries[threadIdx.x / kPieces][threadIdx.x % kPieces * kPiece]);
-    to[0] = {x[0], x[1], x[2], x[3]};
-    to[1] = {x[4], x[5], x[6], x[7]};
+    transfer::cuda::store_floats(
+        &shared.queries[threadIdx.x / kPieces][threadIdx.x % kPieces * kPiece], x);
   }
   __syncthreads();  // the queries are there
   using Fragments = attention::cuda::QueryFragments<T, kAttendDim, kHeads / 8>;

@@ -4,6 +4,7 @@
 #include "scoring/fused/attention_cuda.cuh"
 #include "scoring/fused/tables_cuda.cuh"
 #include "transfer/device/cuda_check.h"
+#include "transfer/kv/convert_cuda.cuh"
 
 #include <algorithm>
 #include <cstddef>
@@ -56,16 +57,10 @@ inline FusedInput fused_input(const SelectRequest& request) {
             .queries = request.packed,
             .after_append = request.input->after_append};
   }
-  FusedInput input{.items = {}, .queries = nullptr, .after_append = false};
-  const std::int64_t dim = request.planes.head_dim;
-  for (int query_index = 0; query_index < request.query_batch.count; ++query_index) {
-    input.items.push({.query = {.data = request.queries,
-                                .dtype = DType::kFloat32,
-                                .token_stride = request.kv.query_heads * dim,
-                                .head_stride = dim},
-                      .token = query_index});
-  }
-  return input;
+  return {.items = transfer::cuda::packed_items(request.queries, request.query_batch.count,
+                                                request.kv.query_heads, request.planes.head_dim),
+          .queries = nullptr,
+          .after_append = false};
 }
 
 /// What a kernel needs for attention that is to have `bytes` of dynamic shared memory, which

@@ -77,17 +77,11 @@ class FusedHeads {
     if (source_.data == nullptr) return;
     float x[kPiece];
     transfer::cuda::to_floats(raw_, source_.dtype, x);
-    const float4 low{x[0], x[1], x[2], x[3]};
-    const float4 high{x[4], x[5], x[6], x[7]};
-    auto* local = reinterpret_cast<float4*>(
-        tables.queries + head() * FusedTables::query_pitch(pieces_ * kPiece) + piece() * kPiece);
-    local[0] = low;
-    local[1] = high;
+    transfer::cuda::store_floats(
+        tables.queries + head() * FusedTables::query_pitch(pieces_ * kPiece) + piece() * kPiece, x);
     if (peers.rank != 0 || input_.queries == nullptr) return;
     const std::int64_t at = std::int64_t{query_index_} * query_heads_ + first_head_ + head();
-    auto* global = reinterpret_cast<float4*>(input_.queries + (at * pieces_ + piece()) * kPiece);
-    global[0] = low;
-    global[1] = high;
+    transfer::cuda::store_floats(input_.queries + (at * pieces_ + piece()) * kPiece, x);
     bool bad = false;
     for (const float value : x) bad |= !isfinite(value);
     const transfer::QueryItem& item = input_.items[query_index_];

@@ -110,14 +110,10 @@ class StreamQueryMaker {
     for (int i = static_cast<int>(threadIdx.x); i < group * pieces; i += kFusedThreads) {
       const int head = i / pieces;
       const int piece = i % pieces;
-      const HeadSource source =
-          transfer::cuda::head_source(item.query, item.token, kv_head * group + head);
       float x[kPiece];
-      transfer::cuda::to_floats(transfer::cuda::load_piece(source, piece), source.dtype, x);
-      auto* to = reinterpret_cast<float4*>(queries_ + head * FusedTables::query_pitch(dim_) +
-                                           piece * kPiece);
-      to[0] = {x[0], x[1], x[2], x[3]};
-      to[1] = {x[4], x[5], x[6], x[7]};
+      transfer::cuda::load_floats(item, kv_head * group + head, piece, x);
+      transfer::cuda::store_floats(
+          queries_ + head * FusedTables::query_pitch(dim_) + piece * kPiece, x);
     }
   }
   /// Finds the largest magnitude of each head's projections, and its norm. A warp has a head.
@@ -173,25 +169,12 @@ class StreamQueryMaker {
 __device__ inline void pack_rows(const FilterArgs& args, const FusedInput& input) {
   if (input.queries == nullptr) return;
   const int heads = args.request.kv.query_heads;
-  const int pieces = args.request.planes.head_dim / kPiece;
+  const int dim = args.request.planes.head_dim;
 #pragma unroll 1
   for (int query_index = static_cast<int>(gridDim.x - 1 - blockIdx.x);
        query_index < args.request.query_batch.count; query_index += static_cast<int>(gridDim.x)) {
-    const transfer::QueryItem& item = input.items[query_index];
-    bool bad = false;
-    for (int i = static_cast<int>(threadIdx.x); i < heads * pieces; i += kFusedThreads) {
-      const HeadSource source = transfer::cuda::head_source(item.query, item.token, i / pieces);
-      float x[kPiece];
-      transfer::cuda::to_floats(transfer::cuda::load_piece(source, i % pieces), source.dtype, x);
-      auto* to = reinterpret_cast<float4*>(
-          input.queries + (std::int64_t{query_index} * heads * pieces + i) * kPiece);
-      to[0] = {x[0], x[1], x[2], x[3]};
-      to[1] = {x[4], x[5], x[6], x[7]};
-      for (const float value : x) bad |= !isfinite(value);
-    }
-    if (__syncthreads_or(bad ? 1 : 0) != 0 && threadIdx.x == 0) {
-      transfer::cuda::raise_nonfinite(item);
-    }
+    transfer::cuda::pack_query(input.items[query_index], heads, dim,
+                               input.queries + std::int64_t{query_index} * heads * dim);
   }
 }
 

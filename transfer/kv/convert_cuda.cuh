@@ -119,6 +119,47 @@ __device__ inline void to_floats(const RawPiece& raw, DType dtype, float (&x)[kP
   }
 }
 
+/// Returns queries in fp32, `[count, heads, head_dim]`, as items, which are not counted.
+[[nodiscard]] inline QueryItems packed_items(const float* queries, int count, int heads,
+                                             int head_dim) {
+  QueryItems items;
+  for (int i = 0; i < count; ++i) {
+    items.push({.query = {.data = queries,
+                          .token_stride = std::int64_t{heads} * head_dim,
+                          .head_stride = head_dim},
+                .token = i});
+  }
+  return items;
+}
+
+/// Writes a piece, to an address that is aligned to 16 bytes.
+__device__ inline void store_floats(float* to, const float (&x)[kPiece]) {
+  auto* const vectors = reinterpret_cast<float4*>(to);
+  vectors[0] = {x[0], x[1], x[2], x[3]};
+  vectors[1] = {x[4], x[5], x[6], x[7]};
+}
+
+/// Reads piece `index` of a head of a query.
+__device__ inline void load_floats(const QueryItem& item, int head, int index, float (&x)[kPiece]) {
+  const HeadSource source = head_source(item.query, item.token, head);
+  to_floats(load_piece(source, index), source.dtype, x);
+}
+
+/// Writes a query as fp32 to `out [heads, head_dim]`, unless that is null, and counts it if it has
+/// NaN or infinity. All threads of a block.
+__device__ inline void pack_query(const QueryItem& item, int heads, int head_dim, float* out) {
+  const int pieces = head_dim / kPiece;
+  int nonfinite = 0;
+  for (auto i = static_cast<int>(threadIdx.x); i < heads * pieces;
+       i += static_cast<int>(blockDim.x)) {
+    float x[kPiece];
+    load_floats(item, i / pieces, i % pieces, x);
+    for (const float value : x) nonfinite |= isfinite(value) ? 0 : 1;
+    if (out != nullptr) store_floats(out + i * kPiece, x);
+  }
+  if (__syncthreads_or(nonfinite) != 0 && threadIdx.x == 0) raise_nonfinite(item);
+}
+
 /// Rounds a piece to the storage dtype; sets `nonfinite` when an element is NaN or infinity then.
 __device__ inline uint4 store_piece(const RawPiece& raw, DType from, DType to, bool& nonfinite) {
   float x[kPiece];

@@ -296,22 +296,10 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kQueryThreads)
     pack_queries_kernel(const __grid_constant__ KvGeometry geometry,
                         const __grid_constant__ QueryItems items, float* out) {
-  const QueryItem& item = items[static_cast<int>(blockIdx.x)];
-  const int pieces = geometry.head_dim / cuda::kPiece;
-  const int count = geometry.query_heads * pieces;
-  auto* row = reinterpret_cast<float4*>(out + std::int64_t{blockIdx.x} * count * cuda::kPiece);
+  const std::int64_t elements = std::int64_t{geometry.query_heads} * geometry.head_dim;
   cuda::wait_for_previous();
-  int nonfinite = 0;
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(kQueryThreads)) {
-    const cuda::HeadSource source = cuda::head_source(item.query, item.token, i / pieces);
-    float x[cuda::kPiece];
-    cuda::to_floats(cuda::load_piece(source, i % pieces), source.dtype, x);
-    for (const float value : x) nonfinite |= isfinite(value) ? 0 : 1;
-    row[2 * i] = {x[0], x[1], x[2], x[3]};
-    row[2 * i + 1] = {x[4], x[5], x[6], x[7]};
-  }
-  nonfinite = __syncthreads_or(nonfinite);
-  if (threadIdx.x == 0 && nonfinite != 0) cuda::raise_nonfinite(item);
+  cuda::pack_query(items[static_cast<int>(blockIdx.x)], geometry.query_heads, geometry.head_dim,
+                   out + blockIdx.x * elements);
 }
 
 /// Grid of the append kernels: a warp per (token, KV head) of the longest item, bounded.
