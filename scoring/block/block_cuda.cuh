@@ -82,12 +82,17 @@ __device__ T block_reduce(T value, Combine combine) {
   return total;
 }
 
-/// Merges sums of exponentials in that order.
+template <typename T>
+__device__ T block_sum(T value) {
+  return block_reduce(value, [](T a, T b) { return a + b; });
+}
+
+/// Merges sums of exponentials in that order. Every thread gets the result.
 __device__ inline LogSum block_log_sum(const LogSum& mine) {
   LogSum all;
   all.max = block_reduce(mine.max, [](float a, float b) { return fmaxf(a, b); });
   const float scaled = mine.sum == 0.0F ? 0.0F : mine.sum * expf(mine.max - all.max);
-  all.sum = block_reduce(scaled, [](float a, float b) { return a + b; });
+  all.sum = block_sum(scaled);
   return all;
 }
 

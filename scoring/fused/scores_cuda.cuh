@@ -269,6 +269,19 @@ __device__ inline void count_scored(const FilterArgs& args, const QueryPlan& pla
   }
 }
 
+/// Adds up what lanes have whose numbers are alike but for multiples of `kFirst`; these all get
+/// next to the same.
+template <int kFirst = 1>
+__device__ FusedSum sum_lanes(FusedSum total) {
+#pragma unroll
+  for (int distance = kFirst; distance < 32; distance *= 2) {
+    const float most = __shfl_xor_sync(kFullWarp, total.most, distance);
+    const float sum = __shfl_xor_sync(kFullWarp, total.sum, distance);
+    total.add(most, sum);
+  }
+  return total;
+}
+
 /// Scores the block's tokens to `scores`, and fills `queries.warp_sums` with their sums and
 /// `others`: lane h has what is added to head h. A lane has one head of each quad. `factors` is of
 /// the heads in whole quads.
@@ -352,29 +365,13 @@ __device__ void score_tokens(const ScoreParams& params, FusedRing<kQuads>& ring,
   transfer::cuda::copy_async_wait<0>();
 #pragma unroll
   for (int quad = 0; quad < kQuads; ++quad) {
-#pragma unroll
-    for (int distance = 4; distance < 32; distance *= 2) {
-      const float most = __shfl_xor_sync(kFullWarp, totals[quad].most, distance);
-      const float sum = __shfl_xor_sync(kFullWarp, totals[quad].sum, distance);
-      totals[quad].add(most, sum);
-    }
+    totals[quad] = sum_lanes<4>(totals[quad]);
     if (others != nullptr) {
       totals[quad].add(__shfl_sync(kFullWarp, others->most, quad * 4 + lane % 4),
                        __shfl_sync(kFullWarp, others->sum, quad * 4 + lane % 4));
     }
     if (lane < 4) queries.warp_sums[warp][quad * 4 + lane] = {totals[quad].most, totals[quad].sum};
   }
-}
-
-/// Adds up what the lanes of a warp have; all lanes get next to the same.
-__device__ inline FusedSum sum_lanes(FusedSum total) {
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const float most = __shfl_xor_sync(kFullWarp, total.most, distance);
-    const float sum = __shfl_xor_sync(kFullWarp, total.sum, distance);
-    total.add(most, sum);
-  }
-  return total;
 }
 
 /// The block's sum for a head. A whole warp, after a barrier.

@@ -154,12 +154,7 @@ struct LaneSums {
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        const float most = __shfl_xor_sync(kFullWarp, heads[quad].most, distance);
-        const float sum = __shfl_xor_sync(kFullWarp, heads[quad].sum, distance);
-        heads[quad].add(most, sum);
-      }
+      heads[quad] = sum_lanes<4>(heads[quad]);
       if (lane < 4) {
         queries.warp_sums[threadIdx.x / 32][quad * 4 + lane] = {heads[quad].most, heads[quad].sum};
       }
@@ -230,17 +225,6 @@ __device__ inline RecallSums block_recall(const RecallParts* parts, int head) {
   return total;
 }
 
-/// The block's sum for a head. A whole warp, after a barrier.
-__device__ inline FusedSum block_sum(const StreamQueries& queries, int head) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  FusedSum total;
-  if (lane < kFusedWarps) {
-    const float2 of_warp = queries.warp_sums[lane][head];
-    total = {of_warp.x, of_warp.y};
-  }
-  return sum_lanes(total);
-}
-
 /// Turns the warps' sums into references and, with `parts`, slopes. All threads; begins and ends
 /// with a barrier.
 __device__ inline void make_references(const FilterArgs& args, const RecallParts* parts,
@@ -252,7 +236,7 @@ __device__ inline void make_references(const FilterArgs& args, const RecallParts
   __syncthreads();  // the sums of all warps are there
   if (head < kMaxGroup) {
     float reference = INFINITY;
-    if (head < group) reference = normaliser(block_sum(queries, head));
+    if (head < group) reference = normaliser(sum_of_block(queries, head));
     if (parts != nullptr && head < group) {
       const RecallSums sums = block_recall(parts, head);
       const float of_one = sums.count > 0.0F ? 1.0F / sums.count : 0.0F;
@@ -408,7 +392,7 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
   if constexpr (kRecall) counts[kFusedBins] = bins[kFusedBins + threadIdx.x];
   const int head = warp;
   if (head < args.request.kv.group()) {
-    const FusedSum total = block_sum(queries, head);
+    const FusedSum total = sum_of_block(queries, head);
     if (lane == 0) args.filter.stream_sums[part * kMaxGroup + head] = {total.most, total.sum};
     if constexpr (kRecall) {
       const RecallSums sums = block_recall(parts_of_warps, head);
