@@ -87,6 +87,21 @@ __device__ T block_sum(T value) {
   return block_reduce(value, [](T a, T b) { return a + b; });
 }
 
+/// Merges what the threads have in that order. The first thread gets the result.
+template <typename T>
+__device__ T block_merge(T mine) {
+  __shared__ alignas(T) unsigned char memory[32 * sizeof(T)];
+  T* const warps = reinterpret_cast<T*>(memory);
+  merge_lanes(mine);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
+  __syncthreads();
+  for (unsigned warp = 1; threadIdx.x == 0 && warp < blockDim.x / 32; ++warp) {
+    mine.merge(warps[warp]);
+  }
+  return mine;
+}
+
 /// Merges sums of exponentials in that order. Every thread gets the result.
 __device__ inline LogSum block_log_sum(const LogSum& mine) {
   LogSum all;

@@ -70,8 +70,8 @@ __device__ void score_share(const FilterArgs& args, const FusedShape& shape, con
   if (!shape.early || !(share == started)) ring.start(work.plan.blocks, share);
   if constexpr (kBounded) {
     const FusedSum others =
-        static_sum(args, work.query_index, work.kv_head, true, peers, tables.queries,
-                   FusedTables::query_pitch(args.request.kv.head_dim));
+        static_sum(args.request, work.query_index, work.kv_head, true, peers.rank, peers.blocks,
+                   tables.queries, FusedTables::query_pitch(args.request.kv.head_dim));
     __syncthreads();  // no warp reads the queries any more: scores take their place
     score_tokens<kQuads, kChunks, kBits>(params, ring, work, chunks, factors, scores, queries,
                                          &others);

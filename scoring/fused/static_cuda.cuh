@@ -9,16 +9,14 @@
 /// too. Their logits are exact: a warp has a token, the blocks of a group share them out.
 namespace kvtier::scoring::cuda {
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
 /// What the warp's tokens add to the normalisers, base 2: lane h has head h of the group.
 /// `weighted`: each times its value norm, as the weighting says. `queries`: fp32 in shared memory,
-/// `pitch` floats from head to head. No barrier.
-__device__ inline FusedSum static_sum(const FilterArgs& args, int query_index, int kv_head,
-                                      bool weighted, const BlockExchange& peers,
+/// `pitch` floats from head to head. The block has `rank` among `blocks_of_group` of kFusedThreads.
+/// No barrier.
+__device__ inline FusedSum static_sum(const SelectRequest& request, int query_index, int kv_head,
+                                      bool weighted, unsigned rank, unsigned blocks_of_group,
                                       const float* queries, int pitch) {
   using transfer::cuda::kPiece;
-  const SelectRequest& request = args.request;
   const transfer::KvGeometry& kv = request.kv;
   const int group = kv.group();
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -31,8 +29,8 @@ __device__ inline FusedSum static_sum(const FilterArgs& args, int query_index, i
   const std::int64_t resident_begin = sequence.counters->resident_begin;
   FusedSum own;
 #pragma unroll 1
-  for (std::int64_t i = peers.rank * kFusedWarps + threadIdx.x / 32; i < spans.num_static();
-       i += std::int64_t{peers.blocks} * kFusedWarps) {
+  for (std::int64_t i = rank * kFusedWarps + threadIdx.x / 32; i < spans.num_static();
+       i += std::int64_t{blocks_of_group} * kFusedWarps) {
     const std::int64_t token = i < spans.sink_end ? i : spans.tail_begin + i - spans.sink_end;
     uint4 piece{};
     if (has_piece) {
@@ -63,7 +61,5 @@ __device__ inline FusedSum static_sum(const FilterArgs& args, int query_index, i
   }
   return own;
 }
-
-#endif
 
 }  // namespace kvtier::scoring::cuda

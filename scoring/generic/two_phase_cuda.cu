@@ -1,6 +1,5 @@
-#include "scoring/block/block_cuda.cuh"
+#include "scoring/generic/generic_cuda.cuh"
 #include "scoring/generic/scores_cuda.cuh"
-#include "scoring/generic/tile_range.cuh"
 #include "scoring/generic/two_phase_cuda.h"
 #include "scoring/two_phase.h"
 #include "transfer/device/cuda_check.h"
@@ -10,117 +9,109 @@
 namespace kvtier::scoring::cuda {
 namespace {
 
-constexpr int kMaxGroup = 16;
-
 struct PhaseArgs {
+  GenericArgs fine;
   ScoreParams coarse;
-  ScoreParams fine;
-  hashing::SketchGeometry sketch;
-  Scratch scratch;
-  QueryTables coarse_tables;
-  QueryTables fine_tables;
-  transfer::SelectionView selection;
   transfer::StepFlags* flags;
-  float* order;     // [queries][sets][max_tokens], of the first phase, then of the second
-  float* exported;  // the same, or where scores of one head are exported from
-  float* cuts;      // [queries][query_heads], of the first phase
-  std::int64_t max_tokens;
+  float* order;               // as `fine.order`, of the first phase, then of the second
+  float* exported;            // the same, or where scores of one head are exported from
   std::int64_t coarse_bytes;  // of a token and KV head
-  int query_heads;
-  int kv_heads;
-  int group;
-  bool per_kv_head;
 
-  [[nodiscard]] __device__ int sets() const { return per_kv_head ? 1 : group; }
+  /// Of a KV head.
+  [[nodiscard]] __device__ int sets() const { return fine.sets / fine.request.kv.kv_heads; }
+  /// Biases of the first phase are made from these, per query head.
+  [[nodiscard]] __device__ float* cuts(std::int64_t query_head) const {
+    return fine.workspace.rest_logs + query_head;
+  }
 };
 
 // ln p of one token for each set of a KV head, by the planes that `params` has.
 __device__ void score_token(const PhaseArgs& args, const ScoreParams& params,
                             const QueryTables& tables, std::int64_t query_index, int kv_head,
                             std::int64_t token, float (&scores)[kMaxGroup]) {
-  const std::byte* block = args.scratch.plans[query_index].blocks[token / hashing::kBlockTokens];
+  const SelectRequest& request = args.fine.request;
+  const Scratch& scratch = args.fine.scratch;
+  const bool combines = request.params.shared();
+  const int group = request.kv.group();
+  const std::byte* block = scratch.plans[query_index].blocks[token / hashing::kBlockTokens];
   const int in_block = static_cast<int>(token % hashing::kBlockTokens);
-  const Norms norms = load_norms(args.sketch, block, kv_head, in_block);
-  const std::int64_t first_head = query_index * args.query_heads + kv_head * args.group;
+  const Norms norms = load_norms(request.sketch, block, kv_head, in_block);
+  const std::int64_t first_head = query_index * request.kv.query_heads + kv_head * group;
   const float* entries = tables.entries + first_head * tables.entries_per_head;
   float sums[kMaxGroup] = {};
   for (int begin = 0; begin < params.num_planes; begin += 32) {
     const int word = begin / 32;
     const auto* words = reinterpret_cast<const std::uint32_t*>(
-        block + args.sketch.chunk_offset(kv_head, word / kWordsPerChunk, in_block));
+        block + request.sketch.chunk_offset(kv_head, word / kWordsPerChunk, in_block));
     const std::uint32_t bits = __ldg(words + word % kWordsPerChunk);
     const int count = min(32, params.num_planes - begin);
     for (int i = 0; i < count; ++i) {
       const bool set = ((bits >> (31 - i)) & 1) != 0;
-      for (int h = 0; h < args.group; ++h) {
+      for (int h = 0; h < group; ++h) {
         const float weight = __ldg(entries + h * tables.entries_per_head + begin + i);
         sums[h] += set ? weight : -weight;
       }
     }
   }
   LogSum exponentials;
-  for (int h = 0; h < args.group; ++h) {
+  for (int h = 0; h < group; ++h) {
     scores[h] = norms.finite ? weighted_score(params, tables.scalars[first_head + h], sums[h],
                                               norms.key, norms.value)
                              : kLowestScore;
-    if (args.per_kv_head && scores[h] > kLowestScore) {
-      exponentials.add(scores[h] - args.scratch.normalisers[first_head + h]);
+    if (combines && scores[h] > kLowestScore) {
+      exponentials.add(scores[h] - scratch.normalisers[first_head + h]);
     }
   }
-  if (!args.per_kv_head || args.group == 1) return;
+  if (!combines || group == 1) return;
   const bool finite = exponentials.sum > 0.0F;
-  scores[0] = finite ? settled_score(exponentials.log() - logf(static_cast<float>(args.group)))
-                     : kLowestScore;
+  scores[0] =
+      finite ? settled_score(exponentials.log() - logf(static_cast<float>(group))) : kLowestScore;
 }
 
 // Scores the candidates by the whole code; what orders a set becomes ln p of this phase and the
 // bias of the first, and all other tokens are lowest. Grid: tiles x KV heads x queries.
 __global__ __launch_bounds__(kTileThreads) void score_candidates(
     const __grid_constant__ PhaseArgs args) {
-  const std::int64_t query_index = blockIdx.z;
-  const QueryPlan plan = args.scratch.plans[query_index];
-  const TileRange tiles(plan);
-  if (!tiles.has_block()) return;
+  const TileWork work(args.fine);
+  if (!work.any()) return;
+  const SelectRequest& request = args.fine.request;
   const int kv_head = static_cast<int>(blockIdx.y);
   const int sets = args.sets();
   const int first_set = kv_head * sets;
-  const std::int64_t states = query_index * args.query_heads + first_set;
-  if (static_cast<int>(threadIdx.x) < sets)
-    args.cuts[states + threadIdx.x] = args.scratch.states[states + threadIdx.x].cut;
+  const std::int64_t first_state = std::int64_t{blockIdx.z} * request.kv.query_heads + first_set;
+  const SetState* states = args.fine.scratch.states + first_state;
+  if (static_cast<int>(threadIdx.x) < sets) {
+    args.cuts(first_state)[threadIdx.x] = states[threadIdx.x].cut;
+  }
 
   unsigned long long bytes = 0;
-  for (int step = 0; step < kTileTokens / kTileThreads; ++step) {
-    const std::int64_t token =
-        std::int64_t{blockIdx.x} * kTileTokens + step * kTileThreads + threadIdx.x;
-    if (token < plan.begin || token >= plan.end) continue;
+  work.visit_tokens([&](std::int64_t token) {
     bytes += static_cast<unsigned long long>(args.coarse_bytes);
     float biases[kMaxGroup];
     unsigned candidate = 0;
     for (int s = 0; s < sets; ++s) {
-      const std::int64_t set = query_index * args.kv_heads * sets + first_set + s;
-      const float score = args.order[set * args.max_tokens + token];
-      const float cut = args.scratch.states[states + s].cut;
+      const float score = args.fine.row(args.order, work.list * sets + s)[token];
       const std::uint32_t key = priority_key(args.coarse, first_set + s);
       const float u = priority_uniform(key, static_cast<std::uint32_t>(token));
-      biases[s] = priority_bias(cut, score);
-      if (score > kLowestScore && score - logf(u) > cut) candidate |= 1U << s;
+      biases[s] = priority_bias(states[s].cut, score);
+      if (score > kLowestScore && score - logf(u) > states[s].cut) candidate |= 1U << s;
     }
     float scores[kMaxGroup];
     if (candidate != 0) {
-      score_token(args, args.fine, args.fine_tables, query_index, kv_head, token, scores);
-      bytes += static_cast<unsigned long long>(args.sketch.token_bytes());
+      score_token(args, request.params, args.fine.workspace.tables, blockIdx.z, kv_head, token,
+                  scores);
+      bytes += static_cast<unsigned long long>(request.sketch.token_bytes());
     }
     for (int s = 0; s < sets; ++s) {
       const bool kept = ((candidate >> s) & 1) != 0 && scores[s] > kLowestScore;
       const float value = kept ? settled_score(scores[s] + biases[s]) : kLowestScore;
-      const std::int64_t set = query_index * args.kv_heads * sets + first_set + s;
-      args.order[set * args.max_tokens + token] = value;
+      args.fine.row(args.order, work.list * sets + s)[token] = value;
       // A set of one head is ordered by scores that are not normalised; ln p is exported.
-      const bool normalises = args.per_kv_head && args.group == 1 && kept;
-      const float of_head = normalises ? args.scratch.normalisers[states] : 0.0F;
-      args.exported[set * args.max_tokens + token] = settled_score(value - of_head);
+      const bool normalises = request.params.shared() && request.kv.group() == 1 && kept;
+      const float of_head = normalises ? args.fine.scratch.normalisers[first_state] : 0.0F;
+      args.fine.row(args.exported, work.list * sets + s)[token] = settled_score(value - of_head);
     }
-  }
+  });
   if (args.flags == nullptr || bytes == 0) return;
   atomicAdd(reinterpret_cast<unsigned long long*>(&args.flags->sketch_bytes), bytes);
 }
@@ -130,15 +121,16 @@ __global__ __launch_bounds__(kTileThreads) void add_first_biases(
     const __grid_constant__ PhaseArgs args) {
   const int kv_head = static_cast<int>(blockIdx.x);
   const std::int64_t query_index = blockIdx.y;
-  const std::int64_t list = query_index * args.kv_heads + kv_head;
-  const transfer::SelectionView& view = args.selection;
+  const transfer::KvGeometry& kv = args.fine.request.kv;
+  const std::int64_t list = query_index * kv.kv_heads + kv_head;
+  const transfer::SelectionView& view = args.fine.workspace.selection;
   const int sets = args.sets();
-  const float* cuts = args.cuts + query_index * args.query_heads + kv_head * sets;
+  const float* cuts = args.cuts(query_index * kv.query_heads + kv_head * sets);
   for (std::int64_t i = threadIdx.x; i < view.counts[list]; i += kTileThreads) {
     const std::int64_t entry = list * view.capacity + i;
     float scores[kMaxGroup];
-    score_token(args, args.coarse, args.coarse_tables, query_index, kv_head, view.ids[entry],
-                scores);
+    score_token(args, args.coarse, args.fine.workspace.coarse_tables, query_index, kv_head,
+                view.ids[entry], scores);
     for (int s = 0; s < sets; ++s) {
       if (((view.head_mask[entry] >> s) & 1) == 0) continue;
       view.bias[entry * view.bias_heads + s] += priority_bias(cuts[s], scores[s]);
@@ -173,25 +165,13 @@ void enqueue_two_phases(cudaStream_t stream, const SelectRequest& request,
   float* order = coarse.order() == workspace.combined ? workspace.combined : workspace.scores;
   const hashing::SketchGeometry prefix{.kv_heads = request.kv.kv_heads,
                                        .num_planes = first.params.num_planes};
-  const PhaseArgs args{.coarse = first.params,
-                       .fine = second.params,
-                       .sketch = request.sketch,
-                       .scratch = scratch,
-                       .coarse_tables = workspace.coarse_tables,
-                       .fine_tables = workspace.tables,
-                       .selection = workspace.selection,
+  const PhaseArgs args{.fine = generic_args(fine),
+                       .coarse = first.params,
                        .flags = request.flags,
                        .order = order,
                        .exported = coarse.shared() ? workspace.combined : workspace.scores,
-                       .cuts = workspace.rest_logs,
-                       .max_tokens = workspace.limits.max_tokens,
-                       .coarse_bytes = prefix.token_bytes(),
-                       .query_heads = request.kv.query_heads,
-                       .kv_heads = request.kv.kv_heads,
-                       .group = request.kv.group(),
-                       .per_kv_head = coarse.shared()};
-  const dim3 tiles(coarse.num_tiles(), static_cast<unsigned>(args.kv_heads),
-                   static_cast<unsigned>(coarse.num_queries()));
+                       .coarse_bytes = prefix.token_bytes()};
+  const dim3 tiles = tile_grid(coarse, request.kv.kv_heads);
   score_candidates<<<tiles, kTileThreads, 0, stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 
@@ -199,8 +179,7 @@ void enqueue_two_phases(cudaStream_t stream, const SelectRequest& request,
   enqueue_priorities(fine, false);
   enqueue_marks(fine);
   enqueue_compact(fine, BiasSource::kPriorities);
-  const dim3 lists(static_cast<unsigned>(args.kv_heads),
-                   static_cast<unsigned>(coarse.num_queries()));
+  const dim3 lists(tiles.y, tiles.z);
   add_first_biases<<<lists, kTileThreads, 0, stream>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }

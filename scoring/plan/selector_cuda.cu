@@ -1,4 +1,4 @@
-#include "scoring/block/block_cuda.cuh"
+#include "scoring/generic/generic_cuda.cuh"
 #include "scoring/generic/two_phase_cuda.h"
 #include "scoring/plan/paths_cuda.cuh"
 #include "scoring/plan/selector_cuda.h"
@@ -15,134 +15,105 @@ namespace {
 
 constexpr int kThreads = 256;
 
-struct PlanArgs {
-  transfer::SpanRule rule;
-  transfer::SequenceBatch sequences;
-  SketchTables sketches;
-  transfer::SlotTables slots;
-  transfer::QueryBatch query_batch;
-  Scratch scratch;
-  std::int32_t* counts;
-  transfer::StepFlags* flags;
-  PlanPurpose purpose;
-  double sparsity;
-  int top_k;
-  int query_heads;
-  int kv_heads;
-};
-
 // Grid: query heads x queries.
-__global__ void plan_rows(const __grid_constant__ PlanArgs args) {
+__global__ void plan_rows(const __grid_constant__ GenericArgs args, PlanPurpose purpose) {
+  const SelectRequest& request = args.request;
+  const transfer::KvGeometry& kv = request.kv;
   const int query_index = static_cast<int>(blockIdx.y);
   const int head = static_cast<int>(blockIdx.x);
-  const std::int64_t set = std::int64_t{query_index} * args.query_heads + head;
+  const std::int64_t set = std::int64_t{query_index} * kv.query_heads + head;
   std::uint32_t* histogram = args.scratch.histogram + set * kRadixBins;
   for (int bin = static_cast<int>(threadIdx.x); bin < kRadixBins; bin += kThreads) {
     histogram[bin] = 0;
   }
   if (threadIdx.x != 0) return;
 
-  const transfer::QueryToken& query = args.query_batch[query_index];
-  const transfer::AttendedSpans spans =
-      transfer::attended_spans(args.rule, args.sequences[query.sequence].counters->length, query);
-  const std::int64_t k = transfer::num_to_select(args.top_k, args.sparsity, spans);
-  SetState& state = args.scratch.states[set];
-  state.threshold = 0;
-  state.wanted = static_cast<std::uint32_t>(k);
-  state.remaining = state.wanted;
-  state.all_ties = 0;
-  state.ticket = 0;
-  if (head < args.kv_heads) args.counts[std::int64_t{query_index} * args.kv_heads + head] = 0;
+  const transfer::QueryToken& query = request.query_batch[query_index];
+  const transfer::AttendedSpans spans = transfer::attended_spans(
+      request.rule, request.sequences[query.sequence].counters->length, query);
+  const std::int64_t k =
+      transfer::num_to_select(request.params.top_k, request.params.sparsity, spans);
+  const auto most = static_cast<std::uint32_t>(k);
+  args.scratch.states[set] = {.sought = most, .remaining = most, .wanted = most};
+  if (head < kv.kv_heads) {
+    args.workspace.selection.counts[std::int64_t{query_index} * kv.kv_heads + head] = 0;
+  }
   if (head != 0) return;
 
-  QueryPlan& plan = args.scratch.plans[query_index];
-  plan.begin = spans.sink_end;
-  plan.end = args.purpose == PlanPurpose::kScore ? spans.eligible_end : spans.tail_begin;
-  plan.k = k;
-  plan.blocks = args.sketches[query.sequence];
-  plan.slots = args.slots.of(query.sequence);
-  if (args.purpose == PlanPurpose::kScore && args.flags != nullptr && spans.num_eligible() > 0) {
-    const auto scored = static_cast<unsigned long long>(spans.num_eligible() * args.kv_heads);
-    atomicAdd(reinterpret_cast<unsigned long long*>(&args.flags->tokens_scored), scored);
+  const bool scores = purpose == PlanPurpose::kScore;
+  args.scratch.plans[query_index] = {.begin = spans.sink_end,
+                                     .end = scores ? spans.eligible_end : spans.tail_begin,
+                                     .k = k,
+                                     .blocks = request.sketches[query.sequence],
+                                     .slots = request.slots.of(query.sequence)};
+  if (scores && request.flags != nullptr && spans.num_eligible() > 0) {
+    const auto scored = static_cast<unsigned long long>(spans.num_eligible() * kv.kv_heads);
+    atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->tokens_scored), scored);
   }
 }
 
-struct ExportIdsArgs {
-  transfer::SelectionView selection;
-  IdTensor out;
-  IdFloats bias;
-  int kv_heads;
-  int group;  // of the heads of `out`: query heads per KV head, or 1 when they are KV heads
-};
-
-// Grid: heads of `out` x queries. The block walks the ascending ids, so the order is theirs.
-__global__ __launch_bounds__(kThreads) void export_id_rows(
-    const __grid_constant__ ExportIdsArgs args) {
+// Grid: heads of `ids` x queries. The block walks the ascending ids, so the order is theirs.
+__global__ __launch_bounds__(kThreads) void export_id_rows(const __grid_constant__ GenericArgs args,
+                                                           const __grid_constant__ IdTensor ids,
+                                                           const __grid_constant__ IdFloats bias) {
+  const transfer::SelectionView& selection = args.workspace.selection;
+  const int kv_heads = args.request.kv.kv_heads;
+  const bool per_kv_head = ids.heads == kv_heads;
+  const int group = per_kv_head ? 1 : args.request.kv.group();
   const int head = static_cast<int>(blockIdx.x);
-  const int kv_head = head / args.group;
-  const std::int64_t list = std::int64_t{blockIdx.y} * args.kv_heads + kv_head;
-  const std::int32_t* ids = args.selection.ids + list * args.selection.capacity;
-  const std::uint16_t* masks = args.selection.head_mask + list * args.selection.capacity;
-  const unsigned wanted =
-      args.out.heads == args.kv_heads ? 0xFFFFU : 1U << (head - kv_head * args.group);
-  std::int32_t* out =
-      args.out.data + blockIdx.y * args.out.query_stride + head * args.out.head_stride;
+  const int in_group = head % group;
+  const std::int64_t list = std::int64_t{blockIdx.y} * kv_heads + head / group;
+  const std::int32_t* tokens = selection.ids + list * selection.capacity;
+  const std::uint16_t* masks = selection.head_mask + list * selection.capacity;
+  const unsigned wanted = per_kv_head ? 0xFFFFU : 1U << in_group;
+  std::int32_t* out = ids.data + blockIdx.y * ids.query_stride + head * ids.head_stride;
 
-  const int bias_heads = args.selection.bias_heads;
-  const float* biases = args.selection.bias + list * args.selection.capacity * bias_heads +
-                        (bias_heads == 1 ? 0 : head - kv_head * args.group);
-  float* bias_out =
-      args.bias.data == nullptr
-          ? nullptr
-          : args.bias.data + blockIdx.y * args.bias.query_stride + head * args.bias.head_stride;
+  const int bias_heads = selection.bias_heads;
+  const float* biases =
+      selection.bias + list * selection.capacity * bias_heads + (bias_heads == 1 ? 0 : in_group);
+  float* bias_out = bias.data == nullptr
+                        ? nullptr
+                        : bias.data + blockIdx.y * bias.query_stride + head * bias.head_stride;
 
-  const std::int64_t count = args.selection.counts[list];
+  const std::int64_t count = selection.counts[list];
   std::int64_t written = 0;
   for (std::int64_t base = 0; base < count; base += kThreads) {
     const std::int64_t i = base + threadIdx.x;
     const bool mine = i < count && (masks[i] & wanted) != 0;
     std::uint32_t total = 0;
     const std::int64_t position = written + block_exclusive_sum(mine ? 1 : 0, &total);
-    if (mine && position < args.out.n) {
-      out[position] = ids[i];
+    if (mine && position < ids.n) {
+      out[position] = tokens[i];
       if (bias_out != nullptr) bias_out[position] = biases[i * bias_heads];
     }
     written += total;
   }
-  for (std::int64_t i = written + threadIdx.x; i < args.out.n; i += kThreads) {
+  for (std::int64_t i = written + threadIdx.x; i < ids.n; i += kThreads) {
     out[i] = -1;
     if (bias_out != nullptr) bias_out[i] = 0.0F;
   }
 }
 
-struct ExportScoresArgs {
-  const QueryPlan* plans;
-  const float* scores;  // [queries][score_heads][max_tokens]
-  IdTensor ids;
-  IdFloats out;
-  std::int64_t max_tokens;
-  int score_heads;
-};
-
 // Grid: blocks of ids x heads of `ids` x queries. With fewer heads of ids than of scores, a token's
 // score is the largest of its group; with more, the group's.
 __global__ __launch_bounds__(kThreads) void export_score_rows(
-    const __grid_constant__ ExportScoresArgs args) {
+    const __grid_constant__ GenericArgs args, const __grid_constant__ IdTensor ids,
+    const __grid_constant__ IdFloats out) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i >= args.ids.n) return;
+  if (i >= ids.n) return;
   const int head = static_cast<int>(blockIdx.y);
   const std::int64_t query_index = blockIdx.z;
-  const std::int32_t id =
-      args.ids.data[query_index * args.ids.query_stride + head * args.ids.head_stride + i];
-  const int first = static_cast<int>(std::int64_t{head} * args.score_heads / args.ids.heads);
-  const int count = max(1, args.score_heads / args.ids.heads);
+  const std::int32_t id = ids.data[query_index * ids.query_stride + head * ids.head_stride + i];
+  const float* scores =
+      args.request.params.shared() ? args.workspace.combined : args.workspace.scores;
+  const int first = static_cast<int>(std::int64_t{head} * args.sets / ids.heads);
+  const int count = max(1, args.sets / ids.heads);
   float best = -std::numeric_limits<float>::infinity();
-  if (id >= args.plans[query_index].begin && id < args.plans[query_index].end) {
-    const float* scores =
-        args.scores + (query_index * args.score_heads + first) * args.max_tokens + id;
-    for (int h = 0; h < count; ++h) best = fmaxf(best, scores[h * args.max_tokens]);
+  const QueryPlan& plan = args.scratch.plans[query_index];
+  for (int h = 0; h < count && id >= plan.begin && id < plan.end; ++h) {
+    best = fmaxf(best, args.row(scores, query_index * args.sets + first + h)[id]);
   }
-  args.out.data[query_index * args.out.query_stride + head * args.out.head_stride + i] = best;
+  out.data[query_index * out.query_stride + head * out.head_stride + i] = best;
 }
 
 Stage make_stage(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace) {
@@ -236,23 +207,9 @@ std::size_t scratch_bytes(const SelectorLimits& limits) {
 }
 
 void enqueue_plan(const Stage& stage, PlanPurpose purpose) {
-  const SelectRequest& request = stage.request;
-  const PlanArgs args{.rule = request.rule,
-                      .sequences = request.sequences,
-                      .sketches = request.sketches,
-                      .slots = request.slots,
-                      .query_batch = request.query_batch,
-                      .scratch = stage.scratch,
-                      .counts = stage.workspace.selection.counts,
-                      .flags = request.flags,
-                      .purpose = purpose,
-                      .sparsity = request.params.sparsity,
-                      .top_k = request.params.top_k,
-                      .query_heads = request.kv.query_heads,
-                      .kv_heads = request.kv.kv_heads};
-  const dim3 grid(static_cast<unsigned>(args.query_heads),
+  const dim3 grid(static_cast<unsigned>(stage.request.kv.query_heads),
                   static_cast<unsigned>(stage.num_queries()));
-  plan_rows<<<grid, kThreads, 0, stage.stream>>>(args);
+  plan_rows<<<grid, kThreads, 0, stage.stream>>>(generic_args(stage), purpose);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -271,12 +228,12 @@ void select(void* stream, const SelectRequest& request, const SelectorWorkspace&
   enqueue_scores(stage);
   if (thresholds || recall_params.active) clear_estimates(stage);
   if (thresholds) enqueue_static(stage, true);
-  if (recall_params.active) {
-    enqueue_estimates(stage, recall_params);
-  } else {
-    if (stage.shared() || thresholds) enqueue_normalisers(stage);
-    if (stage.shared()) enqueue_combine(stage);
+  if (recall_params.active) enqueue_static(stage, false);
+  if (stage.shared() || thresholds || recall_params.active) {
+    enqueue_normalisers(stage, recall_params);
   }
+  if (stage.shared()) enqueue_combine(stage);
+  if (recall_params.active) enqueue_weights(stage);
   if (recall_params.missed > 0.0) enqueue_top_of_recall(stage, recall_params);
   if (stage.prioritised()) {
     enqueue_priorities(stage, recall_params.missed > 0.0);
@@ -309,15 +266,10 @@ void adopt(void* stream, const SelectRequest& request, const SelectorWorkspace& 
 void export_ids(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
                 const IdTensor& out, const IdFloats& bias) {
   if (request.query_batch.count == 0 || out.n == 0) return;
-  const bool per_kv_head = out.heads == request.kv.kv_heads;
-  const ExportIdsArgs args{.selection = workspace.selection,
-                           .out = out,
-                           .bias = bias,
-                           .kv_heads = request.kv.kv_heads,
-                           .group = per_kv_head ? 1 : request.kv.group()};
+  const Stage stage = make_stage(stream, request, workspace);
   const dim3 grid(static_cast<unsigned>(out.heads),
                   static_cast<unsigned>(request.query_batch.count));
-  export_id_rows<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  export_id_rows<<<grid, kThreads, 0, stage.stream>>>(generic_args(stage), out, bias);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -325,16 +277,9 @@ void export_scores(void* stream, const SelectRequest& request, const SelectorWor
                    const IdTensor& ids, const IdFloats& out) {
   if (request.query_batch.count == 0 || ids.n == 0) return;
   const Stage stage = make_stage(stream, request, workspace);
-  const ExportScoresArgs args{.plans = stage.scratch.plans,
-                              .scores = stage.shared() ? workspace.combined : workspace.scores,
-                              .ids = ids,
-                              .out = out,
-                              .max_tokens = workspace.limits.max_tokens,
-                              .score_heads = stage.num_sets()};
-  const dim3 grid(static_cast<unsigned>((ids.n + kThreads - 1) / kThreads),
-                  static_cast<unsigned>(ids.heads),
-                  static_cast<unsigned>(request.query_batch.count));
-  export_score_rows<<<grid, kThreads, 0, stage.stream>>>(args);
+  dim3 grid = tile_grid(stage, ids.heads);
+  grid.x = static_cast<unsigned>((ids.n + kThreads - 1) / kThreads);
+  export_score_rows<<<grid, kThreads, 0, stage.stream>>>(generic_args(stage), ids, out);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -35,13 +35,17 @@ struct QueryPlan {
 
 /// Progress of one set's radix select, and the tickets of the launches over it.
 struct SetState {
-  std::uint32_t threshold;  ///< Bits known so far of the k-th best key.
-  std::uint32_t remaining;  ///< Of the keys that match those bits, how many to take.
-  std::uint32_t all_ties;   ///< 1: every key equal to the threshold is taken.
-  std::uint32_t ticket;     ///< Blocks of the present launch that are done; 0 between launches.
-  std::uint32_t wanted;     ///< Tokens that the set is to have, of those eligible.
+  std::uint32_t threshold = 0;  ///< Bits known so far of the key of the last token that is taken.
+  std::uint32_t sought = 0;     ///< How many are taken, unless a recall target says it.
+  std::uint32_t above = 0;      ///< Tokens whose keys are above those bits.
+  std::uint64_t mass = 0;       ///< Of these, for a recall target (generic/top_k_cuda.cu),
+  std::uint64_t all = 0;        ///< and of all tokens of the set.
+  std::uint32_t remaining = 0;  ///< Of the keys equal to the threshold, how many to take.
+  std::uint32_t all_ties = 0;   ///< 1: every key equal to the threshold is taken.
+  std::uint32_t ticket = 0;     ///< Blocks of the present launch that are done; 0 between launches.
+  std::uint32_t wanted = 0;     ///< Tokens that the set is to have, of those eligible.
   /// Of a selection by priority: the largest that is not taken, or the threshold.
-  float cut;
+  float cut = 0.0F;
 };
 
 /// Per (query, query head), of a selection for a recall target (generic/recall_cuda.cuh).
@@ -130,10 +134,10 @@ void enqueue_plan(const Stage& stage, PlanPurpose purpose);
 void enqueue_scores(const Stage& stage);
 /// Writes the combined scores, per KV head; those of a sequence for each KV head.
 void enqueue_combine(const Stage& stage);
-/// Estimates how much attention the tokens have, and does what `enqueue_combine` does. Then: finds
-/// the least of the fewest best tokens of every set that the recall target wants: instead of
+/// Adds up how much attention the tokens have, after `enqueue_normalisers`.
+void enqueue_weights(const Stage& stage);
+/// Finds the least of the fewest best tokens of every set that the recall target wants: instead of
 /// `enqueue_top_k` when it has a share.
-void enqueue_estimates(const Stage& stage, const RecallParams& recall_params);
 void enqueue_top_of_recall(const Stage& stage, const RecallParams& recall_params);
 /// Finds the least of the k best tokens of every set.
 void enqueue_top_k(const Stage& stage);
@@ -141,15 +145,15 @@ void enqueue_top_k(const Stage& stage);
 /// the threshold lets through. `counted`: as many tokens as `enqueue_top_of_recall` has found.
 void enqueue_priorities(const Stage& stage, bool counted);
 /// Writes the log-sum-exp of the scores of every query head, with the always-attended tokens where
-/// there is a threshold.
-void enqueue_normalisers(const Stage& stage);
+/// there is a threshold, and for a recall target what weighs a token of the head.
+void enqueue_normalisers(const Stage& stage, const RecallParams& recall_params = {});
 /// Clears the estimates of all heads.
 void clear_estimates(const Stage& stage);
 /// Writes `HeadEstimate::log_static`, with value norms as in the scores or without.
 void enqueue_static(const Stage& stage, bool with_values);
 /// Writes `token_mask` and the counts per segment of what has been found.
 void enqueue_marks(const Stage& stage);
-/// Writes the shares that the selection misses, after `enqueue_estimates`.
+/// Writes the shares that the selection misses, after `enqueue_weights`.
 void enqueue_missed(const Stage& stage, const MissedBatch& batch);
 /// The same after a selection by a stream of keys.
 void enqueue_missed_of_stream(const Stage& stage, const MissedBatch& batch);

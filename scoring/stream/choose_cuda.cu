@@ -37,8 +37,8 @@ __device__ void add_static(const FilterArgs& args, const FusedWork& work,
     memory[i] = from[i];
   }
   __syncthreads();  // the queries are there
-  const FusedSum own =
-      static_sum(args, work.query_index, work.kv_head, weighted, peers, memory, kv.head_dim);
+  const FusedSum own = static_sum(args.request, work.query_index, work.kv_head, weighted,
+                                  peers.rank, peers.blocks, memory, kv.head_dim);
   if (lane < kMaxGroup) queries.warp_sums[warp][lane] = {own.most, own.sum};
   __syncthreads();  // the sums of all warps are there
   if (warp < group) {

@@ -114,16 +114,8 @@ __device__ inline std::uint32_t count_by_mass(const FilterArgs& args, const Fuse
   constexpr int kBlocksOfThread = kChoiceBlocks / 2;
   static_assert(2 * kBins == kFusedThreads && 2 * kBins == kFusedBins);
   const auto thread = static_cast<int>(threadIdx.x);
-  const auto most = static_cast<std::uint32_t>(work.plan.k);
-  const auto least = static_cast<std::uint32_t>(args.recall.least);
-  const std::uint64_t all = recall.all;
-  const MissTolerance tolerance(args.recall.missed * double{kMassUnits},
-                                work.plan.end - work.plan.begin, work.plan.k);
-  const auto enough = [&](std::uint32_t tokens, std::uint64_t mass) {
-    if (tokens >= most) return true;
-    const double spare = tolerance.of(static_cast<std::int32_t>(tokens));
-    return tokens >= least && mass + static_cast<std::uint64_t>(spare) >= all;
-  };
+  const MassTarget target(args.recall, double{kMassUnits}, work.plan.end - work.plan.begin,
+                          work.plan.k, recall.all);
   auto* const half_counts = exchange.counts[0];
   auto* const half_masses = reinterpret_cast<std::uint64_t*>(exchange.counts[1]);
   std::uint32_t low = 1;
@@ -180,8 +172,8 @@ __device__ inline std::uint32_t count_by_mass(const FilterArgs& args, const Fuse
     const std::uint32_t count_before = count + block_exclusive_sum(in_bin, &total_count);
     const std::uint64_t mass_before = mass + block_exclusive_sum(of_bin, &total_mass);
     shared.bins[thread] = 0;
-    if (bin >= 0 && !enough(count_before, mass_before) &&
-        enough(count_before + in_bin, mass_before + of_bin)) {
+    if (bin >= 0 && !target.reached(count_before, mass_before) &&
+        target.reached(count_before + in_bin, mass_before + of_bin)) {
       recall.bin = bin;
       recall.count = count_before;
       recall.mass = mass_before;
@@ -191,7 +183,7 @@ __device__ inline std::uint32_t count_by_mass(const FilterArgs& args, const Fuse
     __syncthreads();  // the bin is known
     if (recall.bin < 0) {
       ++round;
-      return most;
+      return target.most;
     }
     const auto chosen = static_cast<std::uint32_t>(recall.bin);
     const bool single = recall.in_bin == 1;
@@ -207,19 +199,8 @@ __device__ inline std::uint32_t count_by_mass(const FilterArgs& args, const Fuse
       high = min(high, low + ((1U << shift) - 1));
     }
     if (single || low == high) {
-      // Tokens of equal score count with their mean mass.
-      const std::uint64_t each = max(recall.of_bin / recall.in_bin, std::uint64_t{1});
-      std::uint32_t taken = 1;  // the fewest that are enough
-      for (std::uint32_t last = recall.in_bin; taken < last;) {
-        const std::uint32_t middle = (taken + last) / 2;
-        if (enough(count + middle, mass + middle * each)) {
-          last = middle;
-        } else {
-          taken = middle + 1;
-        }
-      }
       ++round;
-      return count + taken;
+      return count + target.fewest(count, mass, recall.in_bin, recall.of_bin);
     }
     shift = static_cast<std::uint32_t>(max(0, 32 - kBinBits - __clz(static_cast<int>(high - low))));
   }

@@ -37,10 +37,6 @@ __device__ void project(const hashing::PlanesView& planes, int count, const floa
   }
 }
 
-__device__ double block_sum(double value) {
-  return block_reduce(value, [](double a, double b) { return a + b; });
-}
-
 // Returns the mean agreement. `projections` becomes the probability that a set bit agrees, `differ`
 // that of a clear bit.
 __device__ float soft_tables(const TableArgs& args, float* projections, float* differ,
