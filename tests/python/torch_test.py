@@ -126,17 +126,21 @@ class OperatorsTest(TorchTest):
             self.assertTrue(torch.equal(each, other))
 
     def test_selection_has_the_same_shape_at_every_length(self) -> None:
-        session = self.session()
-        query = random(4, 2, QUERY_HEADS, HEAD_DIM)
-        keys, values = keys_and_values(5, 400)
-        for begin, end in ((0, 60), (60, 400)):
-            session.append(0, keys[begin:end], values[begin:end])
-            ids = session.select(0, query)
-            self.assertEqual((ids.shape, ids.dtype), ((2, KV_HEADS, TOP_K), torch.int32))
-            expected = session.session.select(0, query).ids
-            columns = expected.shape[2]
-            self.assertTrue(torch.equal(ids[..., :columns], expected))
-            self.assertTrue((ids[..., columns:] == -1).all())
+        # With an error target as many ids as it takes at most, 1.25 / .1^2.
+        error = {"top_k": 0, "error_target": 0.1, "rule": kvtier.SelectionRule.PRIORITY}
+        for settings, width in (({}, TOP_K), (error, 125)):
+            with self.subTest(width):
+                session = self.session(**settings)
+                query = random(4, 2, QUERY_HEADS, HEAD_DIM)
+                keys, values = keys_and_values(5, 400)
+                for begin, end in ((0, 60), (60, 400)):
+                    session.append(0, keys[begin:end], values[begin:end])
+                    ids = session.select(0, query)
+                    self.assertEqual((ids.shape, ids.dtype), ((2, KV_HEADS, width), torch.int32))
+                    expected = session.session.select(0, query).ids
+                    columns = expected.shape[2]
+                    self.assertTrue(torch.equal(ids[..., :columns], expected))
+                    self.assertTrue((ids[..., columns:] == -1).all())
 
     def test_operators_are_what_the_compiler_is_told(self) -> None:
         session = self.session()
