@@ -179,7 +179,8 @@ void Step::run(const Launch& launch, bool after_append) {
     prefetch(launch);
   } else {
     const ResolvedOptions& options = launch.options();
-    const bool reads_static = options.recall_params.active || options.params.threshold > 0.0F;
+    const bool reads_static =
+        launch.sparse() && (options.recall_params.active || options.params.threshold > 0.0F);
     if (reads_static && pages_may_be_evicted()) {
       ensure_static_resident(stream(), engine_, layers(launch), options.rule, launch.queries);
       after_append = false;

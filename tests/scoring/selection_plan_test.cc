@@ -18,6 +18,7 @@ SelectShape shape_of(std::int64_t tokens) {
   config.code = SketchCode::kScalar;
   config.rule = SelectionRule::kPriority;
   config.selection = Selection::kPerKvHead;
+  config.top_k = 2048;
   config.num_planes = 256;
   config.query_bits = 4;
   return {.params = score_params(config, 128, 0.088F),
