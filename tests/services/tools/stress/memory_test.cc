@@ -4,6 +4,8 @@
 #include "kvtier/error.h"
 #include "kvtier/memory.h"
 
+#include "transfer/device/device.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -66,6 +68,7 @@ TEST(StressMemory, LeavesRoomForTheRowCacheWhereThereIsOne) {
 }
 
 TEST(StressMemory, LeavesRoomForTheFactorsOfInt8RowsOnAGpu) {
+  if (!transfer::has_cuda_half()) GTEST_SKIP() << "no CUDA in this build";
   StressOptions options = memory_options();
   options.tokens = 200000;  // sketches above the workspace, so that nothing is left over
   options.backend = Backend::kCuda;
