@@ -180,8 +180,8 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
                        request.query_batch.count, request.kv.query_heads, at_.entries, at_.scalars);
   }
   const SelectorWorkspace space = workspace(request.params);
-  if (request.params.coarse_bits > 0) {
-    assert(!recall_params.active);
+  assert(request.params.coarse_bits == 0 || !recall_params.active);
+  if (request.params.coarse_bits > 0 && !how.reads_queries) {
     build_query_tables(stream, coarse_phase(request.params), request.planes, request.queries,
                        request.query_batch.count, request.kv.query_heads,
                        const_cast<float*>(space.coarse_tables.entries), at_.scalars);

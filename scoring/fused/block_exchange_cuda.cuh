@@ -44,10 +44,9 @@ struct alignas(256) Mailbox {
 /// The stages of a launch, in the low bits of a tag.
 inline constexpr std::uint32_t kProductsStage = 0;
 inline constexpr std::uint32_t kSumsStage = 1;
-inline constexpr std::uint32_t kListsStage = 2;
-inline constexpr std::uint32_t kIdsStage = 3;
-inline constexpr std::uint32_t kPartsStage = 4;
-inline constexpr std::uint32_t kFirstRoundStage = 5;  ///< At most 27 rounds.
+inline constexpr std::uint32_t kIdsStage = 2;
+inline constexpr std::uint32_t kPartsStage = 3;
+inline constexpr std::uint32_t kFirstRoundStage = 4;  ///< At most 28 rounds, with their lists.
 inline constexpr int kStageBits = 5;
 
 class BlockExchange {

@@ -246,11 +246,13 @@ __device__ inline void take_in_order(const FusedWindow& window, std::uint32_t ta
 
 /// The same for the `take` best of the window, ties by lowest token; or, if `cuts`, for all of
 /// these but the last, of which the key goes to `shared.cut`. No block has more than `most` of the
-/// window, kFusedList at most. Returns how many of earlier blocks are taken.
+/// window, kFusedList at most. `stage`: of the round that has found the window. Returns how many of
+/// earlier blocks are taken.
 template <typename Exchange>
 __device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take, bool cuts,
-                                   std::uint32_t most, int count, const BlockExchange& peers,
-                                   std::uint32_t* keys, Exchange& exchange, FusedShared& shared) {
+                                   std::uint32_t most, int count, std::uint32_t stage,
+                                   const BlockExchange& peers, std::uint32_t* keys,
+                                   Exchange& exchange, FusedShared& shared) {
   const unsigned lane = threadIdx.x % 32;
   const unsigned warp = threadIdx.x / 32;
   const auto bin_of = [&](std::uint32_t key) {
@@ -280,7 +282,7 @@ __device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take
   const unsigned pairs = (most + 1) / 2;
   if (threadIdx.x < pairs && !peers.alone()) {
     const uint2 pair = reinterpret_cast<const uint2*>(shared.list)[threadIdx.x];
-    peers.post_pair(&peers.box.lists[peers.rank][2 * threadIdx.x], kListsStage, pair.x, pair.y);
+    peers.post_pair(&peers.box.lists[peers.rank][2 * threadIdx.x], stage, pair.x, pair.y);
   }
   // A warp has the keys of a block, or of several, 0 past the last, and counts them by finer bins.
   constexpr int kBlocksOfWarp = Exchange::kBlocks / kFusedWarps;
@@ -300,7 +302,7 @@ __device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take
       }
     } else if (block < peers.blocks) {
       peers.fetch<kPairs>(&peers.box.lists[block][2 * lane], 64,
-                          (static_cast<int>(pairs) - static_cast<int>(lane) + 31) / 32, kListsStage,
+                          (static_cast<int>(pairs) - static_cast<int>(lane) + 31) / 32, stage,
                           of_block);
     }
 #pragma unroll
@@ -397,11 +399,11 @@ struct FusedCut {
 };
 
 /// Finds the `plan.k` best of the keys of the group's tokens, which are counted in `shared.bins`;
-/// those that are not among them, but equal to some that are, become 0. All blocks. `first_round`:
-/// rounds that `find_bin` has had.
+/// those that are not among them, but equal to some that are, become 0. All blocks. `round`: rounds
+/// that `find_bin` has had; advances it.
 template <typename Bins, typename Exchange>
 __device__ FusedCut find_best(const FilterArgs& args, const FusedWork& work,
-                              const BlockExchange& peers, int first_round, std::uint32_t* keys,
+                              const BlockExchange& peers, int& round, std::uint32_t* keys,
                               Exchange& exchange, FusedShared& shared) {
   auto wanted = static_cast<std::uint32_t>(work.plan.k);
   // By priority one more is looked for: what the others are above.
@@ -412,8 +414,9 @@ __device__ FusedCut find_best(const FilterArgs& args, const FusedWork& work,
   FusedWindow window;
   FusedCut found;
 #pragma unroll 1
-  for (int round = first_round;; ++round) {
-    find_bin(wanted, round, peers, exchange, shared);
+  for (;;) {
+    const std::uint32_t stage = kFirstRoundStage + static_cast<std::uint32_t>(round);
+    find_bin(wanted, round++, peers, exchange, shared);
     window.narrow<Bins>(shared.bin);
     wanted -= shared.above;
     found.cut = window.low - 1;
@@ -422,8 +425,8 @@ __device__ FusedCut find_best(const FilterArgs& args, const FusedWork& work,
       return found;
     }
     if (shared.most <= kFusedList) {
-      found.before =
-          take_best(window, wanted, cuts, shared.most, work.count, peers, keys, exchange, shared);
+      found.before = take_best(window, wanted, cuts, shared.most, work.count, stage, peers, keys,
+                               exchange, shared);
       return found;
     }
     if (window.low == window.high) {
@@ -501,7 +504,8 @@ template <typename Bins, typename Exchange>
 __device__ void choose_best(const FilterArgs& args, const FusedWork& work,
                             const BlockExchange& peers, std::uint32_t* keys, TaggedWord* posted,
                             Exchange& exchange, FusedShared& shared) {
-  const FusedCut found = find_best<Bins>(args, work, peers, 0, keys, exchange, shared);
+  int round = 0;
+  const FusedCut found = find_best<Bins>(args, work, peers, round, keys, exchange, shared);
   write_choice(args, work, peers, found, work.plan.k, keys, posted, shared);
 }
 

@@ -38,19 +38,23 @@ struct FusedPriorities {
 /// is null, two words for each where there are biases.
 class ChosenTokens {
  public:
-  __device__ ChosenTokens(const FilterArgs& args, const FusedWork& work, const BlockExchange& peers,
-                          TaggedWord* posted, std::uint32_t cut_priority)
+  /// `params`: of the priorities that the keys stand for.
+  __device__ ChosenTokens(const FilterArgs& args, const ScoreParams& params, const FusedWork& work,
+                          const BlockExchange& peers, TaggedWord* posted,
+                          std::uint32_t cut_priority)
       : out_(args.selection),
         list_(work.group_index * args.selection.capacity),
         peers_(peers),
         posted_(posted),
-        priorities_(args.request.params, work.kv_head),
+        priorities_(params, work.kv_head),
         cut_(cut_priority),
         mask_(static_cast<std::uint16_t>((1U << args.request.kv.group()) - 1)) {}
 
-  __device__ void write(std::int64_t at, int token, std::uint32_t key) const {
+  /// `earlier_bias`: of a selection from which this one is made.
+  __device__ void write(std::int64_t at, int token, std::uint32_t key,
+                        float earlier_bias = 0.0F) const {
     if (priorities_.used) {
-      const float bias = priorities_.bias(key, token, cut_);
+      const float bias = priorities_.bias(key, token, cut_) + earlier_bias;
       out_.bias[list_ + at] = bias;
       if (posted_ != nullptr) {
         peers_.post_pair(posted_ + 2 * at, kIdsStage, static_cast<std::uint32_t>(token),
@@ -109,7 +113,7 @@ __device__ inline void write_chosen(const FilterArgs& args, const FusedWork& wor
   __syncthreads();
   const std::uint32_t of_warps =
       __reduce_add_sync(kFullWarp, lane < warp ? shared.warp_counts[lane] : 0);
-  const ChosenTokens chosen(args, work, peers, posted, shared.cut);
+  const ChosenTokens chosen(args, args.request.params, work, peers, posted, shared.cut);
   std::int64_t at = std::int64_t{shared.chosen_before} + before + of_warps;
 #pragma unroll 1
   for (int run = begin; run < end; run += kRun) {

@@ -231,7 +231,7 @@ struct FusedWork {
 
   __device__ FusedWork(const FilterArgs& args, int query_index_, int kv_head_, unsigned rank,
                        unsigned blocks)
-      : plan(plan_of_query(args, query_index_)),
+      : plan(plan_of_query(args, args.request.params, query_index_)),
         group_index(std::int64_t{query_index_} * args.request.kv.kv_heads + kv_head_),
         query_index(query_index_),
         kv_head(kv_head_) {

@@ -19,7 +19,7 @@ SelectionPlan plan_selection(const SelectShape& shape, const DeviceLimits& devic
   const ScoreParams& params = shape.params;
   SelectionPlan plan;
   if (shape.num_queries == 0 || shape.max_length == 0 || shape.rule.mode != LayerMode::kSparse ||
-      shape.keep_scores || params.coarse_bits > 0 || params.selection == Selection::kPerSequence ||
+      shape.keep_scores || params.selection == Selection::kPerSequence ||
       device.major < kMajorWithClusters) {
     return plan;
   }
@@ -28,7 +28,9 @@ SelectionPlan plan_selection(const SelectShape& shape, const DeviceLimits& devic
     return plan;
   }
   const bool counts = params.threshold == 0.0F;
-  if (may_exchange && (plan_fused(shape, device, plan) || plan_soft(shape, device, plan))) {
+  const bool two_phases = params.coarse_bits > 0;
+  if (!two_phases && may_exchange &&
+      (plan_fused(shape, device, plan) || plan_soft(shape, device, plan))) {
     plan.reads_queries = true;
     plan.k_known = counts;
     plan.attends = may_attend(shape);

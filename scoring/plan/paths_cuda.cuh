@@ -32,14 +32,16 @@ __device__ inline float exp2_fast(float x) {
   return result;
 }
 
-__device__ inline QueryPlan plan_of_query(const FilterArgs& args, int query_index) {
+/// `params`: of the selection.
+__device__ inline QueryPlan plan_of_query(const FilterArgs& args, const ScoreParams& params,
+                                          int query_index) {
   const SelectRequest& request = args.request;
   const transfer::QueryToken& query = request.query_batch[query_index];
   const transfer::AttendedSpans spans = transfer::attended_spans(
       request.rule, request.sequences[query.sequence].counters->length, query);
   return {.begin = spans.sink_end,
           .end = spans.eligible_end,
-          .k = transfer::num_to_select(request.params.top_k, request.params.sparsity, spans),
+          .k = transfer::num_to_select(params.top_k, params.sparsity, spans),
           .blocks = request.sketches[query.sequence]};
 }
 

@@ -216,7 +216,7 @@ void enqueue_plan(const Stage& stage, PlanPurpose purpose) {
 void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
             const RecallParams& recall_params, const SelectionPlan& plan) {
   if (request.query_batch.count == 0) return;
-  if (request.params.coarse_bits > 0) {
+  if (request.params.coarse_bits > 0 && plan.path == SelectionPath::kGeneric) {
     return enqueue_two_phases(static_cast<cudaStream_t>(stream), request, workspace);
   }
   const Stage stage = make_stage(stream, request, workspace);

@@ -67,7 +67,7 @@ __global__ __launch_bounds__(kFusedThreads, 1) void score_collisions(
   transfer::cuda::let_next_start();
 
   const P10L60Entries entries(args.tables, group_index * group, group);
-  const QueryPlan plan = plan_of_query(args, query_index);
+  const QueryPlan plan = plan_of_query(args, args.request.params, query_index);
   if (blockIdx.x == 0 && threadIdx.x == 0) count_scored(args, plan, kv_head, group_index);
   if (plan.k <= 0) return;
   const FusedShare share(plan.begin, plan.end, part, shape.parts);

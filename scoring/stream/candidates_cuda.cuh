@@ -232,19 +232,29 @@ __device__ inline void gather_unit(const FilterArgs& args, const FusedWork& work
   transfer::cuda::copy_async_commit();
 }
 
+/// What `write_exact_keys` writes.
+enum class ExactKeys {
+  kOrder,   ///< Keys of the scores, or priorities,
+  kMasses,  ///< of the scores, and the masses of the tokens at the same places, of which none
+            ///< count;
+  kSecond,  ///< the same as kOrder in the second of two phases: 0 of tokens that the first has
+            ///< left.
+};
+
 /// Writes the exact keys of the listed tokens, 0 of those below `least`, and counts the others in
-/// `shared.bins`. Returns how many the thread has counted. No barrier at the end. kWeighs: writes
-/// keys of the scores and, at the same places, the masses of the tokens, and counts nothing.
-template <bool kWeighs, typename Kernel>
-__device__ unsigned write_exact_keys(const FilterArgs& args, const FusedWork& work,
-                                     const Candidates& found, std::uint32_t least,
-                                     const StreamQueries& queries,
+/// `shared.bins`. `params`: of the selection. `at_places`: for each listed token the mass that is
+/// written, or the bias of the first phase, negative of those that it has left. Returns how many
+/// tokens the thread has counted. No barrier at the end.
+template <ExactKeys kOf, typename Kernel>
+__device__ unsigned write_exact_keys(const FilterArgs& args, const ScoreParams& params,
+                                     const FusedWork& work, const Candidates& found,
+                                     std::uint32_t least, const StreamQueries& queries,
                                      [[maybe_unused]] const RecallShared* recall,
-                                     [[maybe_unused]] std::uint32_t* masses, ChoiceMemory& memory,
-                                     FusedShared& shared) {
+                                     [[maybe_unused]] std::uint32_t* at_places,
+                                     ChoiceMemory& memory, FusedShared& shared) {
   constexpr int kQuads = Kernel::kQuads;
   constexpr int kChunks = Kernel::kChunks;
-  const ScoreParams& params = args.request.params;
+  constexpr bool kWeighs = kOf == ExactKeys::kMasses;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(params);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -303,7 +313,13 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const FusedWork& wo
       const int i = base + tile * kFusedTile + own_token();
       const bool present = i < found.count;
       const int token = present ? found.tokens[i] : 0;
-      const float uniform = priorities.used && !kWeighs ? priorities.uniform(token) : 1.0F;
+      float uniform = priorities.used && !kWeighs ? priorities.uniform(token) : 1.0F;
+      bool left = false;
+      if constexpr (kOf == ExactKeys::kSecond) {
+        const float bias = present ? __uint_as_float(at_places[i]) : -1.0F;
+        left = bias < 0.0F;
+        uniform *= exp2_fast(fminf(-bias * kLog2E, 0.0F));
+      }
       std::uint32_t key = __float_as_uint(__fdividef(sum, uniform)) | 0x80000000U;
       if (__any_sync(kFullWarp, present && !(sum >= kLeastSum))) {
         // Sums that may have underflowed, relative to the largest of the heads.
@@ -324,10 +340,11 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const FusedWork& wo
         const float low = largest + log2_norm(reduce_heads(above, sum_of)) - log2_norm(uniform);
         if (!(sum >= kLeastSum)) key = key_of_log(low);
       }
-      if (!present || key < least) key = 0;
+      if (!present || left || key < least) key = 0;
       if constexpr (kWeighs) {
         const float mass = fminf(reduce_heads(weights, sum_of) * of_group, 1.0F);
-        masses[base + tile * kFusedTile + lane] = present ? __float2uint_rn(mass * kMassUnits) : 0U;
+        at_places[base + tile * kFusedTile + lane] =
+            present ? __float2uint_rn(mass * kMassUnits) : 0U;
       } else if (key != 0) {
         atomicAdd(&shared.bins[first_bin_of<ShareBins>(key)], 1U);
         ++counted;

@@ -5,6 +5,7 @@
 #include "scoring/stream/collisions_cuda.cuh"
 #include "scoring/stream/recall_cuda.cuh"
 #include "scoring/stream/stream_cuda.h"
+#include "scoring/two_phase.h"
 #include "transfer/device/launch_cuda.cuh"
 
 #include <algorithm>
@@ -13,9 +14,9 @@
 namespace kvtier::scoring::cuda {
 namespace {
 
-/// Blocks per (query, KV head).
 struct ChoiceShape {
-  unsigned blocks;
+  unsigned blocks;     ///< Per (query, KV head).
+  ScoreParams second;  ///< Of the second of two phases.
 };
 
 #if defined(KVTIER_HAS_CLUSTERS)
@@ -230,10 +231,12 @@ __device__ int least_certain(const KeyError& error, const FusedShared& shared) {
   return Keys::least_of(shared.bin + 1) + static_cast<int>(fminf(steps, 65536.0F));
 }
 
-/// Writes the listed tokens with keys above `found_cut.cut`. All threads; begins with a barrier.
-__device__ void write_listed(const FilterArgs& args, const FusedWork& work,
-                             const BlockExchange& peers, const FusedCut& found_cut,
-                             const Candidates& found, TaggedWord* posted, FusedShared& shared) {
+/// Writes the listed tokens with keys above `found_cut.cut`. `params`: of the selection. `biases`:
+/// of an earlier phase for each listed token, or null. All threads; begins with a barrier.
+__device__ void write_listed(const FilterArgs& args, const ScoreParams& params,
+                             const FusedWork& work, const BlockExchange& peers,
+                             const FusedCut& found_cut, const Candidates& found,
+                             const float* biases, TaggedWord* posted, FusedShared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int each = (found.padded() / kFusedTile + kFusedWarps - 1) / kFusedWarps * kFusedTile;
@@ -249,13 +252,14 @@ __device__ void write_listed(const FilterArgs& args, const FusedWork& work,
   __syncthreads();  // the counts of all warps are there
   std::int64_t at = std::int64_t{shared.chosen_before} + found_cut.before +
                     __reduce_add_sync(kFullWarp, lane < warp ? shared.warp_counts[lane] : 0);
-  const ChosenTokens chosen(args, work, peers, posted, shared.cut);
+  const ChosenTokens chosen(args, params, work, peers, posted, shared.cut);
 #pragma unroll 2
   for (int base = begin; base < end; base += kFusedTile) {
     const std::uint32_t key = keys[base];
     const unsigned votes = __ballot_sync(kFullWarp, key > found_cut.cut);
     if (key > found_cut.cut) {
-      chosen.write(at + __popc(votes & ((1U << lane) - 1)), found.tokens[base + lane], key);
+      chosen.write(at + __popc(votes & ((1U << lane) - 1)), found.tokens[base + lane], key,
+                   biases != nullptr ? biases[base + lane] : 0.0F);
     }
     at += __popc(votes);
   }
@@ -264,12 +268,11 @@ __device__ void write_listed(const FilterArgs& args, const FusedWork& work,
 /// Finds the best of the listed tokens, as `find_best`.
 template <typename Keys>
 __device__ FusedCut find_listed(const FilterArgs& args, const FusedWork& work,
-                                const BlockExchange& peers, int first_round,
-                                const Candidates& found, ChoiceMemory& memory,
-                                FusedShared& shared) {
+                                const BlockExchange& peers, int& round, const Candidates& found,
+                                ChoiceMemory& memory, FusedShared& shared) {
   FusedWork listed = work;
   listed.count = found.padded();
-  return find_best<typename Keys::ExactBins>(args, listed, peers, first_round, found.keys,
+  return find_best<typename Keys::ExactBins>(args, listed, peers, round, found.keys,
                                              memory.exchange, shared);
 }
 
@@ -304,8 +307,8 @@ __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& wor
     const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
     std::uint32_t* const masses =
         args.filter.masses + work.group_index * args.max_tokens + work.first_token;
-    (void)write_exact_keys<true, Kernel>(args, work, found, 1, queries, &recall, masses, memory,
-                                         shared);
+    (void)write_exact_keys<ExactKeys::kMasses, Kernel>(args, args.request.params, work, found, 1,
+                                                       queries, &recall, masses, memory, shared);
     __syncthreads();  // keys and masses are there
     count = count_by_mass(args, work, peers, found, masses, round, memory.exchange, recall, shared);
   }
@@ -315,18 +318,63 @@ __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& wor
   return count;
 }
 
+/// Counts what both phases read of the sketches of a (query, KV head). One thread.
+__device__ void count_read(const FilterArgs& args, const FusedWork& work) {
+  const SelectRequest& request = args.request;
+  if (work.empty()) args.selection.counts[work.group_index] = 0;
+  if (work.empty() || request.flags == nullptr) return;
+  const hashing::SketchGeometry first{.kv_heads = request.kv.kv_heads,
+                                      .num_planes = request.params.num_planes};
+  const auto bytes = (work.plan.end - work.plan.begin) * first.token_bytes() +
+                     work.plan.k * request.sketch.token_bytes();
+  atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->sketch_bytes),
+            static_cast<unsigned long long>(bytes));
+}
+
+/// The second of two phases, after `first` has been found: chooses among its tokens by the whole
+/// code. Advances `round`. `biases` receives those of the first phase, at the places of `found`.
+template <typename Kernel>
+__device__ FusedCut choose_again(const FilterArgs& args, const ScoreParams& second, FusedWork& work,
+                                 const BlockExchange& peers, const Candidates& found,
+                                 const FusedCut& first, int& round, float* biases,
+                                 ChoiceMemory& memory, StreamQueries& queries,
+                                 FusedShared& shared) {
+  using Whole = StreamKernel<Kernel::kQuads, 0, kFusedMostBits>;
+  const ScoreParams& params = args.request.params;
+  const FusedPriorities priorities(params, work.kv_head);
+  __syncthreads();  // the keys are final
+  for (int i = static_cast<int>(threadIdx.x); i < found.count; i += kFusedThreads) {
+    const std::uint32_t key = found.keys[FusedScores::entry_of(static_cast<unsigned>(i))];
+    biases[i] = key > first.cut ? priorities.bias(key, found.tokens[i], shared.cut) : -1.0F;
+  }
+  args.filter.stream_groups[work.group_index].load_whole<Kernel::kBits>(params, second,
+                                                                        Kernel::kQuads, queries);
+  shared.bins[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.chosen_before = 0;
+  __syncthreads();  // columns, biases and clear bins are there
+  (void)write_exact_keys<ExactKeys::kSecond, Whole>(args, second, work, found, 1, queries, nullptr,
+                                                    reinterpret_cast<std::uint32_t*>(biases),
+                                                    memory, shared);
+  // What is chosen from are the tokens of the first phase.
+  const std::int64_t candidates = work.plan.k;
+  work.plan = plan_of_query(args, second, work.query_index);
+  work.plan.end = work.plan.begin + candidates;
+  work.plan.k = min(work.plan.k, candidates);
+  return find_listed<typename Kernel::Keys>(args, work, peers, round, found, memory, shared);
+}
+
 /// Chooses for a (query, KV head) of which something is eligible. Returns how many tokens are
-/// chosen.
-template <bool kRecall, typename Kernel>
+/// chosen. kTwice: in two phases, of which `args` has the first.
+template <bool kRecall, bool kTwice, typename Kernel>
 __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts& parts,
                       const BlockExchange& peers, TaggedWord* posted, ChoiceMemory& memory,
                       StreamQueries& queries, [[maybe_unused]] RecallShared* recall,
-                      FusedShared& shared) {
+                      [[maybe_unused]] const ScoreParams& second, FusedShared& shared) {
   using Keys = typename Kernel::Keys;
   const ScoreParams& params = args.request.params;
   const int group = args.request.kv.group();
   const bool prioritised = params.rule == SelectionRule::kPriority;
-  const bool bounded = !kRecall && prioritised && params.threshold > 0.0F;
+  const bool bounded = !kRecall && !kTwice && prioritised && params.threshold > 0.0F;
   const std::int64_t eligible = work.plan.end - work.plan.begin;
   const bool counts = !kRecall && !bounded && work.plan.k < eligible;
   prefetch_blocks(work);
@@ -359,10 +407,11 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
     least = least_of_best<Keys>(wanted, error, kRounding, shared);
   }
   const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
-  const unsigned counted = write_exact_keys<false, Kernel>(args, work, found, least_key, queries,
-                                                           nullptr, nullptr, memory, shared);
+  const unsigned counted = write_exact_keys<ExactKeys::kOrder, Kernel>(
+      args, params, work, found, least_key, queries, nullptr, nullptr, memory, shared);
   auto chosen = static_cast<std::uint32_t>(work.plan.k);
   FusedCut cut;
+  float* biases = nullptr;
   if (bounded) {
     FusedWork listed = work;
     listed.count = found.padded();
@@ -371,7 +420,14 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
   } else {
     cut = find_listed<Keys>(args, work, peers, rounds, found, memory, shared);
   }
-  write_listed(args, work, peers, cut, found, posted, shared);
+  if constexpr (kTwice) {
+    biases = reinterpret_cast<float*>(args.filter.masses) + work.group_index * args.max_tokens +
+             work.first_token;
+    cut = choose_again<Kernel>(args, second, work, peers, found, cut, rounds, biases, memory,
+                               queries, shared);
+    chosen = static_cast<std::uint32_t>(work.plan.k);
+  }
+  write_listed(args, kTwice ? second : params, work, peers, cut, found, biases, posted, shared);
   if (peers.rank == 0 && threadIdx.x == 0) {
     args.selection.counts[work.group_index] = static_cast<std::int32_t>(chosen);
   }
@@ -401,8 +457,9 @@ __device__ int choose_values(const FilterArgs& args, const FusedWork& work,
   const KeyOrder<false> order(args.request.params, work.kv_head);
   const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
   write_exact_keys<kHeads>(args, work, found, certain, pairs, shared);
-  const FusedCut cut = find_listed<CollisionKeys>(args, work, peers, 0, found, memory, shared);
-  write_listed(args, work, peers, cut, found, posted, shared);
+  int round = 0;
+  const FusedCut cut = find_listed<CollisionKeys>(args, work, peers, round, found, memory, shared);
+  write_listed(args, args.request.params, work, peers, cut, found, nullptr, posted, shared);
   if (peers.rank == 0 && threadIdx.x == 0) {
     args.selection.counts[work.group_index] = static_cast<std::int32_t>(work.plan.k);
   }
@@ -415,8 +472,8 @@ __device__ int choose_values(const FilterArgs& args, const FusedWork& work,
 // exchange counts by bins of exact keys and the keys of the last bin; each waits for all the
 // others' part before it posts the next. Then they attend, if that is wanted. Dynamic shared
 // memory: `ChoiceMemory`, in the place of which attention works. kRecall: as many as a recall
-// target says.
-template <bool kRecall, typename Kernel>
+// target says. kTwice: in two phases, of which `args` has the first.
+template <bool kRecall, bool kTwice, typename Kernel>
 __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
     const __grid_constant__ FilterArgs args, const __grid_constant__ FusedInput input,
     const __grid_constant__ FusedAttention attention, const __grid_constant__ ChoiceShape shape) {
@@ -444,7 +501,13 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
   // There are fewer boxes than groups only where no group has two blocks, and none is used.
   const BlockExchange peers(args, min(work.group_index, std::int64_t{kFusedParts - 1}), rank,
                             shape.blocks);
-  if (rank == 0 && threadIdx.x == 0) count_scored(args, work.plan, kv_head, work.group_index);
+  if (rank == 0 && threadIdx.x == 0) {
+    if constexpr (kTwice) {
+      count_read(args, work);
+    } else {
+      count_scored(args, work.plan, kv_head, work.group_index);
+    }
+  }
   const bool attends = attention.tiles > 0;
   if (attends) {
     if (threadIdx.x == 0) rows.fill(args, query_index, 0);
@@ -463,8 +526,8 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
       chosen =
           choose_values<Kernel::kHeads>(args, work, parts, peers, posted, memory, queries, shared);
     } else {
-      chosen = choose<kRecall, Kernel>(args, work, parts, peers, posted, memory, queries, recall,
-                                       shared);
+      chosen = choose<kRecall, kTwice, Kernel>(args, work, parts, peers, posted, memory, queries,
+                                               recall, shape.second, shared);
     }
     if (attends && threadIdx.x == 0) rows.count = rows.num_static + chosen;
   }
@@ -482,6 +545,13 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
 
 bool stream_serves(const SelectShape& shape) {
   const ScoreParams& params = shape.params;
+  if (params.coarse_bits > 0) {
+    // Columns of the first phase are turned into those of the second by words.
+    const ScoreParams first = coarse_phase(params);
+    return params.query_bits == 4 && params.query_planes() % 32 == 0 && one_set(shape) &&
+           first.weight_bits() == 4 && sign_chunks(first) == 1 &&
+           params.weight_bits() <= kFusedMostBits && sign_chunks(params) <= kFusedChunks;
+  }
   if (params.estimator == Estimator::kSoftCollision) return stream_serves_collisions(shape);
   return params.estimator == Estimator::kNormAware && params.query_bits > 0 && one_set(shape) &&
          params.weight_bits() <= kFusedMostBits && sign_chunks(params) <= kFusedChunks &&
@@ -510,32 +580,43 @@ void plan_stream(const SelectShape& shape, const DeviceLimits& device, Selection
                               kFusedWarps * fused_unit_bytes(sign_chunks(shape.params));
 }
 
-void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan) {
+void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args, const ScoreParams* second,
+                           const SelectionPlan& plan) {
   const SelectRequest& request = args.request;
   int bytes = plan.bytes;
   const FusedInput input = fused_input(request);
   const FusedAttention attention = fused_attention(request, bytes);
-  const auto plain = [](auto made) { return choose_from_stream<false, decltype(made)>; };
-  const auto of_recall = [](auto made) { return choose_from_stream<true, decltype(made)>; };
-  const auto kernel = args.recall.active ? visit_recall_shape(request, of_recall)
+  const auto plain = [](auto made) { return choose_from_stream<false, false, decltype(made)>; };
+  const auto of_recall = [](auto made) { return choose_from_stream<true, false, decltype(made)>; };
+  const auto in_two = [](auto made) { return choose_from_stream<false, true, decltype(made)>; };
+  const auto kernel = args.recall.active  ? visit_recall_shape(request, of_recall)
+                      : second != nullptr ? visit_phase_shape(request, in_two)
                       : request.params.estimator == Estimator::kSoftCollision
                           ? visit_collision_shape(request, plain)
                           : visit_stream_shape(request, plain);
   allow_shape(kernel, bytes);
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(request.query_batch.count));
-  transfer::cuda::launch_overlapping(stream, kernel, grid, kFusedThreads,
-                                     static_cast<std::size_t>(bytes), args, input, attention,
-                                     ChoiceShape{.blocks = plan.blocks});
+  transfer::cuda::launch_overlapping(
+      stream, kernel, grid, kFusedThreads, static_cast<std::size_t>(bytes), args, input, attention,
+      ChoiceShape{.blocks = plan.blocks, .second = second != nullptr ? *second : ScoreParams{}});
 }
 
 void enqueue_stream(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan) {
-  if (args.request.params.estimator == Estimator::kSoftCollision) {
+  const ScoreParams& params = args.request.params;
+  if (params.coarse_bits > 0) {
+    FilterArgs first = args;
+    first.request.params = coarse_phase(params);
+    const ScoreParams second = fine_phase(params);
+    enqueue_stream_pass(stream, first);
+    return enqueue_stream_choice(stream, first, &second, plan);
+  }
+  if (params.estimator == Estimator::kSoftCollision) {
     enqueue_collision_pass(stream, args);
   } else {
     enqueue_stream_pass(stream, args);
   }
-  enqueue_stream_choice(stream, args, plan);
+  enqueue_stream_choice(stream, args, nullptr, plan);
 }
 
 }  // namespace kvtier::scoring::cuda

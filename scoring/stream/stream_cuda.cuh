@@ -332,6 +332,40 @@ struct StreamGroup {
       queries.norms[thread] = __ldcg(norms + thread);
     }
   }
+  /// The columns of a whole code, of `kFusedMostBits` bits a weight, from those of its first bits:
+  /// both have the same weights of the query, of `kBits` bits, each times the significance of a
+  /// plane. Weight sums and factors, too. No barrier.
+  template <int kBits>
+  __device__ void load_whole(const ScoreParams& first, const ScoreParams& whole, int quads,
+                             StreamQueries& queries) const {
+    constexpr int kProducts = kFusedMostBits / 2;
+    const auto thread = static_cast<int>(threadIdx.x);
+    const int chunks = sign_chunks(whole);
+    const int words = whole.query_planes() / 32;  // of the planes of one bit of the code
+    for (int i = thread; i < quads * chunks * kProducts * 32; i += kFusedThreads) {
+      const int product = i / 32 % kProducts;
+      const int chunk = i / 32 / kProducts % chunks;
+      const int quad = i / 32 / kProducts / chunks;
+      const int column = i % 32 / kWordsPerChunk;
+      const int word = chunk * kWordsPerChunk + i % kWordsPerChunk;
+      // Times 2^n is n bits further; those above are the sign.
+      const int bit = product * 2 + column % 2 - (whole.code_bits - 1 - word / words);
+      std::uint32_t set = 0;
+      if (bit >= 0 && word < whole.code_bits * words) {
+        const int from = min(bit, kBits - 1);
+        const int last = (first.code_bits - 1) * words + word % words;
+        const int holder = (column / 2 * 2 + from % 2) * kWordsPerChunk + last % kWordsPerChunk;
+        const int of_first = quad * sign_chunks(first) + last / kWordsPerChunk;
+        set = __ldcg(columns + (of_first * (kBits / 2) + from / 2) * 32 + holder);
+      }
+      queries.columns[i] = set;
+    }
+    if (thread < kMaxGroup) {
+      const int sum = __ldcg(weight_sums + thread) / ((1 << first.code_bits) - 1);
+      queries.weight_sums[thread] = sum * ((1 << whole.code_bits) - 1);
+      queries.factors[thread] = __ldcg(factors + thread) * (whole.sign_scale / first.sign_scale);
+    }
+  }
 };
 
 /// Scores of units of 64 tokens in shared memory, by a warp. Lane 4 g + t has tokens r * 8 + g of
@@ -479,6 +513,14 @@ auto visit_stream_shape(const SelectRequest& request, const Visit& visit) {
   if (bits == 4 && chunks == 2) return visit(StreamKernel<4, 2, 4>{});
   if (bits == 6) return visit(StreamKernel<4, 2, 6>{});
   return visit(StreamKernel<4, 0, 8>{});
+}
+
+/// The same of the first of two phases, of one chunk of planes and weights of 4 bits.
+template <typename Visit>
+auto visit_phase_shape(const SelectRequest& request, const Visit& visit) {
+  const int quads = (request.kv.group() + 3) / 4;
+  if (quads == 1) return visit(StreamKernel<1, 1, 4>{});
+  return quads == 2 ? visit(StreamKernel<2, 0, 8>{}) : visit(StreamKernel<4, 0, 8>{});
 }
 
 /// The same for a recall target, of groups of up to kFusedHeads: fewer kernels, since each is used

@@ -20,6 +20,8 @@ void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args);
 /// Blocks of the pass, one for each multiprocessor.
 [[nodiscard]] int stream_blocks();
 void enqueue_stream_pass(cudaStream_t stream, const FilterArgs& args);
-void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan);
+/// `second`: parameters of the second of two phases, or null.
+void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args, const ScoreParams* second,
+                           const SelectionPlan& plan);
 
 }  // namespace kvtier::scoring::cuda

@@ -161,6 +161,59 @@ TEST_P(TwoPhaseTest, TakesWhatBothPhasesOfTheOracleTake) {
   }
 }
 
+/// On a GPU selections without scores are made by other kernels.
+TEST_P(TwoPhaseTest, TakesTheSameWithoutScores) {
+  struct Shape {
+    int head_dim, bits, group;
+    std::int64_t length;
+    int top_k, candidates;
+  };
+  for (const Shape& shape : {Shape{64, 2, 1, 400, 25, 4}, Shape{64, 4, 4, 400, 25, 8},
+                             Shape{128, 2, 4, 9000, 200, 8}, Shape{128, 4, 8, 5000, 100, 4},
+                             Shape{64, 4, 16, 5000, 100, 4}, Shape{128, 3, 3, 700, 200, 3},
+                             Shape{96, 2, 4, 700, 50, 1}, Shape{128, 2, 4, 300, 400, 2}}) {
+    SCOPED_TRACE(::testing::Message()
+                 << "head_dim " << shape.head_dim << ", " << shape.bits << " bits, group "
+                 << shape.group << ", " << shape.length << " tokens, k " << shape.top_k);
+    RetrievalConfig retrieval = two_phases();
+    retrieval.num_planes = shape.bits * shape.head_dim;
+    retrieval.query_bits = 4;
+    retrieval.top_k = shape.top_k;
+    retrieval.candidates = shape.candidates;
+    Config config = config_of(retrieval, shape.group);
+    config.memory.max_session_tokens = 1 << 14;
+    config.model.head_dim = shape.head_dim;
+    Engine engine(config);
+    Session session = engine.open();
+    append_random(session, config.model, 0, shape.length, 3);
+    const HostTensor query = queries(config.model, 1, 5);
+    const Picked with_scores = pick(session, config.model, query, retrieval);
+    Picked picked(1, config.model.kv_heads, shape.length);
+    SelectOutputs outputs = picked.outputs();
+    outputs.scores = {};
+    session.select(0, query.view(), outputs, {}, {.retrieval = &retrieval});
+
+    for (int head = 0; head < config.model.kv_heads; ++head) {
+      const std::vector<std::int64_t> expected = with_scores.ids.ids(0, head);
+      const std::vector<std::int64_t> found = picked.ids.ids(0, head);
+      ASSERT_EQ(found.size(), expected.size());
+      std::size_t common = 0;
+      for (std::size_t i = 0; i < found.size(); ++i) {
+        const auto at = std::lower_bound(expected.begin(), expected.end(), found[i]);
+        if (at == expected.end() || *at != found[i]) continue;
+        ++common;
+        ASSERT_NEAR(static_cast<double>(picked.biases[picked.at(0, head) + i]),
+                    static_cast<double>(
+                        with_scores.biases[with_scores.at(0, head) +
+                                           static_cast<std::size_t>(at - expected.begin())]),
+                    2e-3)
+            << "token " << found[i];
+      }
+      EXPECT_GE(common + 1, found.size());  // a near-tie may go either way
+    }
+  }
+}
+
 TEST_P(TwoPhaseTest, ReadsTheFirstBitsOfAllAndAllBitsOfTheCandidates) {
   RetrievalConfig retrieval = two_phases();
   retrieval.num_planes = 4 * kDim;  // two chunks of 16 bytes, of which the first phase reads one

@@ -140,6 +140,31 @@ TEST_F(SelectionPlanTest, CountsByMassInTheStream) {
   EXPECT_EQ(plan_of(shape, false).path, SelectionPath::kGeneric);
 }
 
+TEST_F(SelectionPlanTest, SelectsInTwoPhasesByTheStream) {
+  const auto plan_with = [](auto change) {
+    SelectShape shape = shape_of(32 << 10);
+    shape.params.coarse_bits = 1;
+    shape.params.candidates = 8;
+    change(shape);
+    return plan_of(shape);
+  };
+  const SelectionPlan plan = plan_with([](SelectShape&) {});
+  EXPECT_EQ(plan.path, SelectionPath::kStream);
+  EXPECT_TRUE(plan.reads_queries && plan.attends && plan.k_known);
+  EXPECT_EQ(plan_with([](SelectShape& s) { s.group = 16; }).path, SelectionPath::kStream);
+  // More bits first than one of each coordinate, or more of a query than its columns have.
+  EXPECT_EQ(plan_with([](SelectShape& s) {
+              s.params.code_bits = 4;
+              s.params.num_planes = 512;
+              s.params.coarse_bits = 2;
+            }).path,
+            SelectionPath::kGeneric);
+  EXPECT_EQ(plan_with([](SelectShape& s) { s.params.query_bits = 8; }).path,
+            SelectionPath::kGeneric);
+  EXPECT_EQ(plan_with([](SelectShape& s) { s.params.selection = Selection::kPerQueryHead; }).path,
+            SelectionPath::kGeneric);
+}
+
 TEST_F(SelectionPlanTest, WritesScoresWhereSomethingWantsThem) {
   const auto path_with = [](auto change) {
     SelectShape shape = shape_of(32 << 10);
@@ -147,7 +172,6 @@ TEST_F(SelectionPlanTest, WritesScoresWhereSomethingWantsThem) {
     return plan_of(shape).path;
   };
   EXPECT_EQ(path_with([](SelectShape& s) { s.keep_scores = true; }), SelectionPath::kGeneric);
-  EXPECT_EQ(path_with([](SelectShape& s) { s.params.coarse_bits = 1; }), SelectionPath::kGeneric);
   EXPECT_EQ(path_with([](SelectShape& s) { s.params.selection = Selection::kPerSequence; }),
             SelectionPath::kGeneric);
   EXPECT_EQ(path_with([](SelectShape& s) { s.params.query_bits = 0; }), SelectionPath::kGeneric);
