@@ -22,20 +22,72 @@ __device__ inline void multiply_bits_of_two(int (&counts)[4], const std::uint32_
       : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(columns[0]), "r"(columns[1]));
 }
 
+/// The bits of 32 tokens in shared memory, as products take them. Where the number of chunks is
+/// known, 1 or 2, the lanes hold them; else, 0, they are read for each use.
+template <int kChunks>
+class TileBits {
+ public:
+  /// `tile`: the shared address of the first token's bits in chunk 0, 16 bytes a token; the next
+  /// chunk is `stride` bytes away.
+  __device__ void load(unsigned tile, unsigned stride) {
+    static_assert(kChunks <= 2);
+    // A matrix of eight rows of 16 bytes is a chunk of eight tokens: lane 4 g + t gets word t of g.
+    base_ = tile + threadIdx.x % 8 * hashing::kChunkBytes;
+    stride_ = stride;
+    if constexpr (kChunks == 1) read_one(0, held_[0]);
+    if constexpr (kChunks == 2) read_two(0, held_[0], held_[kChunks - 1]);
+  }
+  /// The last of an odd number of chunks, of all tokens.
+  __device__ void one(int chunk, std::uint32_t (&rows)[4]) const {
+    if constexpr (kChunks == 0) {
+      read_one(chunk, rows);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rows[i] = held_[0][i];
+    }
+  }
+  /// A chunk and the next, of the first and the second 16 tokens.
+  __device__ void two(int chunk, std::uint32_t (&first)[4], std::uint32_t (&second)[4]) const {
+    if constexpr (kChunks == 0) {
+      read_two(chunk, first, second);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        first[i] = held_[0][i];
+        second[i] = held_[kChunks - 1][i];
+      }
+    }
+  }
+
+ private:
+  static constexpr unsigned kMatrix = 8 * hashing::kChunkBytes;
+
+  __device__ void read_one(int chunk, std::uint32_t (&rows)[4]) const {
+    const unsigned lane = threadIdx.x % 32;
+    transfer::cuda::load_matrices(
+        rows, base_ + static_cast<unsigned>(chunk) * stride_ + lane / 8 * kMatrix);
+  }
+  __device__ void read_two(int chunk, std::uint32_t (&first)[4], std::uint32_t (&second)[4]) const {
+    const unsigned lane = threadIdx.x % 32;
+    const unsigned from = base_ + static_cast<unsigned>(chunk) * stride_ + lane / 8 % 2 * kMatrix +
+                          lane / 16 * stride_;
+    transfer::cuda::load_matrices(first, from);
+    transfer::cuda::load_matrices(second, from + 2 * kMatrix);
+  }
+
+  unsigned base_ = 0;
+  unsigned stride_ = 0;
+  std::uint32_t held_[kChunks > 0 ? kChunks : 1][4];
+};
+
 /// Counts the planes where both bits are set, of the lane's four tokens and the columns of one
 /// head: `counts[r / 2][product][r % 2 * 2 + bit % 2]` is of token r and bit 2 product + bit % 2.
-/// `tile`: the shared address of the first of the 32 tokens' bits in chunk 0, 16 bytes a token; the
-/// next chunk is `stride` bytes away.
 template <typename Columns>
-__device__ void count_planes(unsigned tile, unsigned stride, const Columns& columns,
+__device__ void count_planes(const TileBits<Columns::kChunks>& tile, const Columns& columns,
                              int run_time_chunks, int (&counts)[2][Columns::kProducts][4]) {
   constexpr int kChunks = Columns::kChunks;
   constexpr int kProducts = Columns::kProducts;
   const int chunks = kChunks > 0 ? kChunks : run_time_chunks;
-  // A matrix of eight rows of 16 bytes is a chunk of eight tokens: lane 4 g + t gets word t of g.
-  const unsigned lane = threadIdx.x % 32;
-  const unsigned base = tile + lane % 8 * hashing::kChunkBytes;
-  constexpr unsigned kMatrix = 8 * hashing::kChunkBytes;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -46,12 +98,9 @@ __device__ void count_planes(unsigned tile, unsigned stride, const Columns& colu
   }
 #pragma unroll
   for (int chunk = 0; chunk + 1 < (kChunks > 0 ? kChunks : chunks); chunk += 2) {
-    const unsigned from =
-        base + static_cast<unsigned>(chunk) * stride + lane / 8 % 2 * kMatrix + lane / 16 * stride;
     std::uint32_t first[4];
     std::uint32_t second[4];
-    transfer::cuda::load_matrices(first, from);
-    transfer::cuda::load_matrices(second, from + 2 * kMatrix);
+    tile.two(chunk, first, second);
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
       const std::uint32_t column[2] = {columns.word(chunk, product),
@@ -63,8 +112,7 @@ __device__ void count_planes(unsigned tile, unsigned stride, const Columns& colu
   if (chunks % 2 == 1) {
     const int chunk = chunks - 1;
     std::uint32_t rows[4];
-    transfer::cuda::load_matrices(
-        rows, base + static_cast<unsigned>(chunk) * stride + lane / 8 * kMatrix);
+    tile.one(chunk, rows);
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
       const std::uint32_t column = columns.word(chunk, product);
@@ -75,14 +123,25 @@ __device__ void count_planes(unsigned tile, unsigned stride, const Columns& colu
 }
 
 /// Sums of sign * weight of the lane's four tokens and one head, of bits as in `count_planes`.
+/// `last`: of an odd number of bits the counts of the last, in column `last_column` of a product.
 template <typename Columns>
-__device__ void signed_sums(unsigned tile, unsigned stride, const Columns& columns,
-                            int run_time_chunks, int weight_sum, int (&sums)[4]) {
+__device__ void signed_sums(const TileBits<Columns::kChunks>& tile, const Columns& columns,
+                            int run_time_chunks, int weight_sum, const int (&last)[2][1][4],
+                            int last_column, int (&sums)[4]) {
+  constexpr int kBits = Columns::kBits;
   int counts[2][Columns::kProducts][4];
-  count_planes(tile, stride, columns, run_time_chunks, counts);
+  count_planes(tile, columns, run_time_chunks, counts);
 #pragma unroll
   for (int row = 0; row < 4; ++row) {
-    sums[row] = signed_sum<Columns::kBits>(counts[row / 2], row % 2, weight_sum);
+    int agreeing = 0;
+    if constexpr (kBits % 2 == 1) {
+      agreeing = plane_weight<kBits>(kBits - 1) * last[row / 2][0][row % 2 * 2 + last_column];
+    }
+#pragma unroll
+    for (int bit = 0; bit < kBits / 2 * 2; ++bit) {
+      agreeing += plane_weight<kBits>(bit) * counts[row / 2][bit / 2][row % 2 * 2 + bit % 2];
+    }
+    sums[row] = 2 * agreeing - weight_sum;
   }
 }
 

@@ -296,12 +296,17 @@ __device__ void score_tokens(const ScoreParams& params, FusedRing<kQuads>& ring,
   const float weight = params.weighting == ValueWeighting::kLogit ? 1.0F : 0.0F;
   constexpr int kTiles = kFusedUnit / kFusedTile;
   FusedColumns<kChunks, kBits> columns[kQuads];
+  FusedColumns<kChunks, 2> last_columns[(kQuads + 1) / 2];  // of an odd number of bits
   float own_factors[kQuads];
   int weight_sums[kQuads];
   FusedSum totals[kQuads];
 #pragma unroll
   for (int quad = 0; quad < kQuads; ++quad) {
     columns[quad].load(queries.columns + quad * chunks * (kBits / 2) * 32);
+    if constexpr (kBits % 2 == 1) {
+      const int products = kQuads * chunks * (kBits / 2) + quad / 2 * chunks;
+      last_columns[quad / 2].load(queries.columns + products * 32);
+    }
     own_factors[quad] = factors[quad * 4 + lane % 4];
     weight_sums[quad] = queries.weight_sums[quad * 4 + lane % 4];
   }
@@ -332,15 +337,24 @@ __device__ void score_tokens(const ScoreParams& params, FusedRing<kQuads>& ring,
                             __shfl_sync(kFullWarp, own.log_value, from)};
       }
     }
+    TileBits<kChunks> tile_bits[kTiles];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      tile_bits[tile].load(bits.first + tile * kFusedTile * hashing::kChunkBytes, bits.stride);
+    }
+    int last[kTiles][2][1][4];
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
       float values[kTiles][4];
       float most = totals[quad].most;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
+        if (kBits % 2 == 1 && quad % 2 == 0) {
+          count_planes(tile_bits[tile], last_columns[quad / 2], chunks, last[tile]);
+        }
         int sums[4];
-        signed_sums(bits.first + tile * kFusedTile * hashing::kChunkBytes, bits.stride,
-                    columns[quad], chunks, weight_sums[quad], sums);
+        signed_sums(tile_bits[tile], columns[quad], chunks, weight_sums[quad], last[tile], quad % 2,
+                    sums);
         sums_to[(tile * kQuads + quad) * 32] = make_uint2(__byte_perm(sums[0], sums[1], 0x5410),
                                                           __byte_perm(sums[2], sums[3], 0x5410));
 #pragma unroll

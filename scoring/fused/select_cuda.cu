@@ -49,7 +49,7 @@ __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
   if (threadIdx.x < kMaxGroup) queries.weight_sums[threadIdx.x] = 0;
   if (threadIdx.x < kMaxGroup) tables.largest[threadIdx.x] = 0;
   __syncthreads();  // what is added to is clear
-  fetch_weights<kBits>(args, chunks, peers, tables, queries, factors);
+  fetch_weights<kQuads, kBits>(args, chunks, peers, tables, queries, factors);
   if (input.after_append) transfer::cuda::wait_for_previous();
   // That one may ask L1 for them at once. The others of the group would wait for this block.
   if (handed_on && peers.rank == 0) __threadfence();
@@ -161,15 +161,16 @@ SelectKernel fused_kernel(const ScoreParams& params, int group) {
   const int bits = params.weight_bits();
   switch (fused_quads(group)) {
     case 4:
-      return bits <= 4 ? select_fused<4, 0, 4, kBounded> : select_fused<4, 0, 8, kBounded>;
+      if (bits > 5 || chunks != 2) return select_fused<4, 0, 8, kBounded>;
+      return bits <= 4 ? select_fused<4, 2, 4, kBounded> : select_fused<4, 2, 5, kBounded>;
     case 2:
-      return bits <= 4 ? select_fused<2, 0, 4, kBounded> : select_fused<2, 0, 8, kBounded>;
+      if (bits > 5 || chunks != 2) return select_fused<2, 0, 8, kBounded>;
+      return bits <= 4 ? select_fused<2, 2, 4, kBounded> : select_fused<2, 2, 5, kBounded>;
     default:
       break;
   }
-  if (chunks == 2) {
-    if (bits <= 4) return select_fused<1, 2, 4, kBounded>;
-    return bits <= 6 ? select_fused<1, 2, 6, kBounded> : select_fused<1, 2, 8, kBounded>;
+  if (chunks == 2 && bits <= 5) {
+    return bits <= 4 ? select_fused<1, 2, 4, kBounded> : select_fused<1, 2, 5, kBounded>;
   }
   if (bits > 4) return select_fused<1, 0, 8, kBounded>;
   return chunks == 1 ? select_fused<1, 1, 4, kBounded> : select_fused<1, 0, 4, kBounded>;

@@ -211,11 +211,12 @@ __device__ inline void post_products(const FilterArgs& args, const FusedInput& i
 }
 
 /// Turns projections `[heads][all]` into weights, as `read_queries` does, and these into columns,
-/// as `fill_columns` does; a warp takes 32 bits of a head at a time. `largest`: bits of the heads'
+/// as `fill_columns` does; a warp takes 32 bits of a head at a time. The last of an odd number of
+/// bits has a product for each two quads, behind those of all quads. `largest`: bits of the heads'
 /// largest magnitudes. `columns` and `weight_sums` are clear. No barrier.
 template <int kBits>
-__device__ void write_weight_columns(const ScoreParams& params, int group, int chunks, int all,
-                                     float levels, const float* products,
+__device__ void write_weight_columns(const ScoreParams& params, int group, int quads, int chunks,
+                                     int all, float levels, const float* products,
                                      const std::uint32_t* largest, std::uint32_t* columns,
                                      int* weight_sums) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -233,15 +234,20 @@ __device__ void write_weight_columns(const ScoreParams& params, int group, int c
       weight = static_cast<int>(quantised_weight(products[head * all + plane], most, levels)) *
                params.significance(at);
     }
-    const int chunk = head / kHeadsPerProduct * chunks + word / kWordsPerChunk;
+    const int quad = head / kHeadsPerProduct;
+    const int chunk = quad * chunks + word / kWordsPerChunk;
     int sum = 0;
 #pragma unroll
     for (int bit = 0; bit < kBits; ++bit) {
       const std::uint32_t set = __ballot_sync(kFullWarp, ((weight >> bit) & 1) != 0);
       sum += plane_weight<kBits>(bit) * __popc(set);
-      const int column = head % kHeadsPerProduct * 2 + bit % 2;
+      const bool odd = kBits % 2 == 1 && bit == kBits - 1;
+      const int column = head % kHeadsPerProduct * 2 + (odd ? quad : bit) % 2;
       const int holder = column * kWordsPerChunk + word % kWordsPerChunk;
-      if (lane == 0) columns[(chunk * (kBits / 2) + bit / 2) * 32 + holder] = __brev(set);
+      const int product =
+          odd ? quads * chunks * (kBits / 2) + quad / 2 * chunks + word / kWordsPerChunk
+              : chunk * (kBits / 2) + bit / 2;
+      if (lane == 0) columns[product * 32 + holder] = __brev(set);
     }
     if (lane == 0) atomicAdd(&weight_sums[head], sum);
   }
@@ -256,7 +262,7 @@ __device__ inline float weight_factor(const ScoreParams& params, float largest, 
 
 /// Turns the projections that the group's blocks post into weights. Fills `queries` and the
 /// factors, 0 past the group. Ends with a barrier.
-template <int kBits>
+template <int kQuads, int kBits>
 __device__ inline void fetch_weights(const FilterArgs& args, int chunks, const BlockExchange& peers,
                                      FusedTables& tables, FusedQueries& queries, float* factors) {
   const ScoreParams& params = args.request.params;
@@ -277,8 +283,8 @@ __device__ inline void fetch_weights(const FilterArgs& args, int chunks, const B
   __syncthreads();  // the largest are known
   peers.next_epoch();
   const float levels = weight_levels(kFusedQueryBits);
-  write_weight_columns<kBits>(params, group, chunks, all, levels, tables.products, tables.largest,
-                              queries.columns, queries.weight_sums);
+  write_weight_columns<kBits>(params, group, kQuads, chunks, all, levels, tables.products,
+                              tables.largest, queries.columns, queries.weight_sums);
   if (thread < kMaxGroup) {
     const float largest = thread < group ? __uint_as_float(tables.largest[thread]) : 0.0F;
     factors[thread] = weight_factor(params, largest, levels);

@@ -143,7 +143,8 @@ class StreamQueryMaker {
     const ScoreParams& params = args_.request.params;
     const int group = args_.request.kv.group();
     const float levels = weight_levels(params.query_bits);
-    write_weight_columns<kBits>(params, group, chunks_, all_, levels, products_, queries.largest,
+    static_assert(kBits % 2 == 0);
+    write_weight_columns<kBits>(params, group, 0, chunks_, all_, levels, products_, queries.largest,
                                 queries.columns, queries.weight_sums);
     if (threadIdx.x < kMaxGroup) {
       const auto head = static_cast<int>(threadIdx.x);

@@ -424,8 +424,11 @@ class UnitScorer {
   /// The same, and without value norms: -infinity of tokens that are left out.
   __device__ void score(int quad, int tile, float (&values)[4], float (&logits)[4]) const {
     int counts[2][kBits / 2][4];
-    count_planes(transfer::cuda::shared_address(unit_) + tile * kFusedTile * hashing::kChunkBytes,
-                 kFusedPiece, columns_[quad], chunks_, counts);
+    TileBits<kChunks> bits_of_tile;
+    bits_of_tile.load(
+        transfer::cuda::shared_address(unit_) + tile * kFusedTile * hashing::kChunkBytes,
+        kFusedPiece);
+    count_planes(bits_of_tile, columns_[quad], chunks_, counts);
     const FusedNorms* norms = norms_ + tile * kFusedTile + static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll
     for (int row = 0; row < 4; ++row) {
