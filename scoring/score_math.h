@@ -25,16 +25,6 @@ KVTIER_HOST_DEVICE inline std::uint32_t shift_pair_right(std::uint32_t high, std
 #endif
 }
 
-/// Returns the high 32 bits of (high:low) << shift; shift in 0..31.
-KVTIER_HOST_DEVICE inline std::uint32_t shift_pair_left(std::uint32_t high, std::uint32_t low,
-                                                        int shift) {
-#if defined(__CUDA_ARCH__)
-  return __funnelshift_l(low, high, static_cast<unsigned>(shift));
-#else
-  return static_cast<std::uint32_t>((((std::uint64_t{high} << 32) | low) << shift) >> 32);
-#endif
-}
-
 /// Reads bucket ids of 1..12 bits, first plane most significant, from the words of a sketch:
 /// `push` a word, then `next` while `ready`. A bucket may begin in one word and end in the next.
 class BucketReader {
@@ -60,30 +50,6 @@ class BucketReader {
   std::uint32_t high_ = 0;
   std::uint32_t low_ = 0;
 };
-
-/// Returns the bits of word `word` at which a table of `planes` bits begins.
-KVTIER_HOST_DEVICE inline std::uint32_t table_starts(int word, int planes, int tables) {
-  std::uint32_t starts = 0;
-  const int end = word * 32 + 32;
-  for (int table = (word * 32 + planes - 1) / planes; table < tables && table * planes < end;
-       ++table) {
-    starts |= std::uint32_t{1} << (31 - table * planes % 32);
-  }
-  return starts;
-}
-
-/// Counts the tables that begin in a word and whose `planes` bits all agree. `high` is the word's
-/// difference (token XOR query), `low` that of the next word, `starts` as `table_starts` says.
-KVTIER_HOST_DEVICE inline int agreeing_tables(std::uint32_t high, std::uint32_t low, int planes,
-                                              std::uint32_t starts) {
-  std::uint32_t differs = high;
-  for (int i = 1; i < planes; ++i) differs |= shift_pair_left(high, low, i);
-#if defined(__CUDA_ARCH__)
-  return __popc(~differs & starts);
-#else
-  return std::popcount(~differs & starts);
-#endif
-}
 
 /// Returns an integer that orders as the scores do: -0 equals +0, NaN comes below everything.
 KVTIER_HOST_DEVICE inline std::uint32_t ordered_key(float score) {

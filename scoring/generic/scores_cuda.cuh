@@ -102,8 +102,7 @@ struct ScoreLaunch {
   int shared_bytes = 0;
 };
 
-/// Choose the kernel of an estimator; the first sets `heads_per_block` and `subsets`.
-ScoreLaunch collision_launch(ScoreArgs& args);  // soft, hard, and norm-aware with float weights
-ScoreLaunch sign_launch(ScoreArgs& args);       // norm-aware with integer weights
+/// Chooses the kernel of norm-aware with integer weights, and sets `heads_per_block` and `subsets`.
+ScoreLaunch sign_launch(ScoreArgs& args);
 
 }  // namespace kvtier::scoring::cuda

@@ -61,34 +61,6 @@ TEST(BucketReader, ReadsEveryTableOfEveryWidth) {
   }
 }
 
-TEST(AgreeingTables, CountsTablesWhoseBitsAllAgree) {
-  for (const std::uint64_t seed : kSeeds) {
-    std::mt19937_64 random(seed);
-    const Bits key = random_bits(random, 0.3);
-    const Bits query = random_bits(random, 0.3);
-    for (int planes = 1; planes <= 12; ++planes) {
-      for (const int tables : {1, 3, 32 / planes, 32 / planes + 1, 1024 / planes}) {
-        SCOPED_TRACE("seed " + std::to_string(seed) + ", planes " + std::to_string(planes) +
-                     ", tables " + std::to_string(tables));
-        int expected = 0;
-        for (int table = 0; table < tables; ++table) {
-          if (bucket_of(key, planes, table) == bucket_of(query, planes, table)) ++expected;
-        }
-
-        int found = 0;
-        for (std::size_t word = 0; word < kWords; ++word) {
-          const std::uint32_t next =
-              word + 1 < kWords ? key.words[word + 1] ^ query.words[word + 1] : 0;
-          found += agreeing_tables(key.words[word] ^ query.words[word], next, planes,
-                                   table_starts(static_cast<int>(word), planes, tables));
-        }
-
-        EXPECT_EQ(found, expected);
-      }
-    }
-  }
-}
-
 TEST(OrderedKey, OrdersAsTheScoresDo) {
   const std::vector<float> ascending = {-kInfinity, kLowestScore, -2.5F, -1.0F,
                                         -1e-38F,    -1e-45F,      0.0F,  1e-45F,
