@@ -1,6 +1,5 @@
 #include "scoring/generic/recall_cuda.cuh"
 #include "scoring/score_math.h"
-#include "transfer/device/cuda_check.h"
 
 #include <cstdint>
 #include <limits>
@@ -151,17 +150,15 @@ __global__ __launch_bounds__(kTileThreads) void combine_heads(
 
 void enqueue_normalisers(const Stage& stage, const RecallParams& recall_params) {
   const GenericArgs args = generic_args(stage, recall_params);
-  const auto kernel = recall_params.active ? normalise_heads<true> : normalise_heads<false>;
-  kernel<<<tile_grid(stage, args.request.kv.query_heads), kTileThreads, 0, stage.stream>>>(args);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  launch(stage, recall_params.active ? normalise_heads<true> : normalise_heads<false>,
+         tile_grid(stage, args.request.kv.query_heads), args);
 }
 
 void enqueue_combine(const Stage& stage) {
   const transfer::KvGeometry& kv = stage.request.kv;
   const int copies = stage.per_sequence() ? kv.kv_heads : 1;
-  combine_heads<<<tile_grid(stage, kv.kv_heads / copies), kTileThreads, 0, stage.stream>>>(
-      generic_args(stage), kv.group() * copies, copies);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  launch(stage, combine_heads, tile_grid(stage, kv.kv_heads / copies), generic_args(stage),
+         kv.group() * copies, copies);
 }
 
 }  // namespace kvtier::scoring::cuda

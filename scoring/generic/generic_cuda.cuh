@@ -2,8 +2,10 @@
 
 #include "scoring/block/block_cuda.cuh"
 #include "scoring/plan/selector_cuda.h"
+#include "transfer/device/cuda_check.h"
 
 #include <cstdint>
+#include <type_traits>
 
 /// What the kernels behind the scores share: each has tiles of `kTileTokens` tokens.
 namespace kvtier::scoring::cuda {
@@ -30,6 +32,14 @@ struct GenericArgs {
           .scratch = stage.scratch,
           .order = stage.order(),
           .sets = stage.num_sets()};
+}
+
+/// A launch of blocks of `kTileThreads` without dynamic shared memory.
+template <typename... Parameters>
+void launch(const Stage& stage, void (*kernel)(Parameters...), dim3 grid,
+            const std::type_identity_t<Parameters>&... arguments) {
+  kernel<<<grid, kTileThreads, 0, stage.stream>>>(arguments...);
+  KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
 /// A block for each tile of so many heads of a query.

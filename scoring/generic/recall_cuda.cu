@@ -1,6 +1,5 @@
 #include "scoring/fused/static_cuda.cuh"
 #include "scoring/generic/recall_cuda.cuh"
-#include "transfer/device/cuda_check.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -121,14 +120,12 @@ void enqueue_static(const Stage& stage, bool with_values) {
 }
 
 void enqueue_weights(const Stage& stage) {
-  weigh_eligible<<<tile_grid(stage, stage.request.kv.query_heads), kTileThreads, 0, stage.stream>>>(
-      generic_args(stage));
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  launch(stage, weigh_eligible, tile_grid(stage, stage.request.kv.query_heads),
+         generic_args(stage));
 }
 
 void enqueue_missed(const Stage& stage, const MissedBatch& batch) {
-  write_missed<<<recall_grid(stage), kTileThreads, 0, stage.stream>>>(generic_args(stage), batch);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  launch(stage, write_missed, recall_grid(stage), generic_args(stage), batch);
 }
 
 }  // namespace kvtier::scoring::cuda

@@ -1,11 +1,9 @@
 #include "scoring/generic/recall_cuda.cuh"
 #include "scoring/miss_tolerance.h"
 #include "scoring/score_math.h"
-#include "transfer/device/cuda_check.h"
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 namespace kvtier::scoring::cuda {
 namespace {
@@ -431,14 +429,6 @@ __global__ __launch_bounds__(kTileThreads) void compact(const __grid_constant__ 
     }
     offset += __popc(marked);
   }
-}
-
-// A launch for all queries, without shared memory.
-template <typename... Parameters>
-void launch(const Stage& stage, void (*kernel)(Parameters...), dim3 grid,
-            const std::type_identity_t<Parameters>&... arguments) {
-  kernel<<<grid, kTileThreads, 0, stage.stream>>>(arguments...);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
 }
 
 template <bool kByMass>

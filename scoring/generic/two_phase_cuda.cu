@@ -1,8 +1,6 @@
 #include "scoring/generic/generic_cuda.cuh"
 #include "scoring/generic/scores_cuda.cuh"
-#include "scoring/generic/two_phase_cuda.h"
 #include "scoring/two_phase.h"
-#include "transfer/device/cuda_check.h"
 
 #include <cstdint>
 
@@ -172,16 +170,13 @@ void enqueue_two_phases(cudaStream_t stream, const SelectRequest& request,
                        .exported = coarse.shared() ? workspace.combined : workspace.scores,
                        .coarse_bytes = prefix.token_bytes()};
   const dim3 tiles = tile_grid(coarse, request.kv.kv_heads);
-  score_candidates<<<tiles, kTileThreads, 0, stream>>>(args);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  launch(coarse, score_candidates, tiles, args);
 
   enqueue_plan(fine, PlanPurpose::kScore);
   enqueue_priorities(fine, false);
   enqueue_marks(fine);
   enqueue_compact(fine, BiasSource::kPriorities);
-  const dim3 lists(tiles.y, tiles.z);
-  add_first_biases<<<lists, kTileThreads, 0, stream>>>(args);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  launch(fine, add_first_biases, dim3(tiles.y, tiles.z), args);
 }
 
 }  // namespace kvtier::scoring::cuda

@@ -1,5 +1,4 @@
 #include "scoring/generic/generic_cuda.cuh"
-#include "scoring/generic/two_phase_cuda.h"
 #include "scoring/plan/paths_cuda.cuh"
 #include "scoring/plan/selector_cuda.h"
 #include "transfer/device/arena.h"
@@ -13,8 +12,6 @@
 namespace kvtier::scoring::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-
 // Grid: query heads x queries.
 __global__ void plan_rows(const __grid_constant__ GenericArgs args, PlanPurpose purpose) {
   const SelectRequest& request = args.request;
@@ -23,7 +20,7 @@ __global__ void plan_rows(const __grid_constant__ GenericArgs args, PlanPurpose 
   const int head = static_cast<int>(blockIdx.x);
   const std::int64_t set = std::int64_t{query_index} * kv.query_heads + head;
   std::uint32_t* histogram = args.scratch.histogram + set * kRadixBins;
-  for (int bin = static_cast<int>(threadIdx.x); bin < kRadixBins; bin += kThreads) {
+  for (int bin = static_cast<int>(threadIdx.x); bin < kRadixBins; bin += kTileThreads) {
     histogram[bin] = 0;
   }
   if (threadIdx.x != 0) return;
@@ -53,9 +50,9 @@ __global__ void plan_rows(const __grid_constant__ GenericArgs args, PlanPurpose 
 }
 
 // Grid: heads of `ids` x queries. The block walks the ascending ids, so the order is theirs.
-__global__ __launch_bounds__(kThreads) void export_id_rows(const __grid_constant__ GenericArgs args,
-                                                           const __grid_constant__ IdTensor ids,
-                                                           const __grid_constant__ IdFloats bias) {
+__global__ __launch_bounds__(kTileThreads) void export_id_rows(
+    const __grid_constant__ GenericArgs args, const __grid_constant__ IdTensor ids,
+    const __grid_constant__ IdFloats bias) {
   const transfer::SelectionView& selection = args.workspace.selection;
   const int kv_heads = args.request.kv.kv_heads;
   const bool per_kv_head = ids.heads == kv_heads;
@@ -77,7 +74,7 @@ __global__ __launch_bounds__(kThreads) void export_id_rows(const __grid_constant
 
   const std::int64_t count = selection.counts[list];
   std::int64_t written = 0;
-  for (std::int64_t base = 0; base < count; base += kThreads) {
+  for (std::int64_t base = 0; base < count; base += kTileThreads) {
     const std::int64_t i = base + threadIdx.x;
     const bool mine = i < count && (masks[i] & wanted) != 0;
     std::uint32_t total = 0;
@@ -88,7 +85,7 @@ __global__ __launch_bounds__(kThreads) void export_id_rows(const __grid_constant
     }
     written += total;
   }
-  for (std::int64_t i = written + threadIdx.x; i < ids.n; i += kThreads) {
+  for (std::int64_t i = written + threadIdx.x; i < ids.n; i += kTileThreads) {
     out[i] = -1;
     if (bias_out != nullptr) bias_out[i] = 0.0F;
   }
@@ -96,10 +93,10 @@ __global__ __launch_bounds__(kThreads) void export_id_rows(const __grid_constant
 
 // Grid: blocks of ids x heads of `ids` x queries. With fewer heads of ids than of scores, a token's
 // score is the largest of its group; with more, the group's.
-__global__ __launch_bounds__(kThreads) void export_score_rows(
+__global__ __launch_bounds__(kTileThreads) void export_score_rows(
     const __grid_constant__ GenericArgs args, const __grid_constant__ IdTensor ids,
     const __grid_constant__ IdFloats out) {
-  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const std::int64_t i = std::int64_t{blockIdx.x} * kTileThreads + threadIdx.x;
   if (i >= ids.n) return;
   const int head = static_cast<int>(blockIdx.y);
   const std::int64_t query_index = blockIdx.z;
@@ -209,8 +206,7 @@ std::size_t scratch_bytes(const SelectorLimits& limits) {
 void enqueue_plan(const Stage& stage, PlanPurpose purpose) {
   const dim3 grid(static_cast<unsigned>(stage.request.kv.query_heads),
                   static_cast<unsigned>(stage.num_queries()));
-  plan_rows<<<grid, kThreads, 0, stage.stream>>>(generic_args(stage), purpose);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  launch(stage, plan_rows, grid, generic_args(stage), purpose);
 }
 
 void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
@@ -269,8 +265,7 @@ void export_ids(void* stream, const SelectRequest& request, const SelectorWorksp
   const Stage stage = make_stage(stream, request, workspace);
   const dim3 grid(static_cast<unsigned>(out.heads),
                   static_cast<unsigned>(request.query_batch.count));
-  export_id_rows<<<grid, kThreads, 0, stage.stream>>>(generic_args(stage), out, bias);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  launch(stage, export_id_rows, grid, generic_args(stage), out, bias);
 }
 
 void export_scores(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
@@ -278,9 +273,8 @@ void export_scores(void* stream, const SelectRequest& request, const SelectorWor
   if (request.query_batch.count == 0 || ids.n == 0) return;
   const Stage stage = make_stage(stream, request, workspace);
   dim3 grid = tile_grid(stage, ids.heads);
-  grid.x = static_cast<unsigned>((ids.n + kThreads - 1) / kThreads);
-  export_score_rows<<<grid, kThreads, 0, stage.stream>>>(generic_args(stage), ids, out);
-  KVTIER_CUDA_CHECK(cudaGetLastError());
+  grid.x = static_cast<unsigned>((ids.n + kTileThreads - 1) / kTileThreads);
+  launch(stage, export_score_rows, grid, generic_args(stage), ids, out);
 }
 
 }  // namespace kvtier::scoring::cuda

@@ -163,5 +163,8 @@ void enqueue_adopt(const Stage& stage, const IdTensor& ids, const IdFloats& bias
 enum class BiasSource { kNone, kPriorities, kGiven };
 /// Writes the selection from `token_mask` and the counts per segment.
 void enqueue_compact(const Stage& stage, BiasSource biases);
+/// All stages of a selection in two phases.
+void enqueue_two_phases(cudaStream_t stream, const SelectRequest& request,
+                        const SelectorWorkspace& workspace);
 
 }  // namespace kvtier::scoring::cuda
