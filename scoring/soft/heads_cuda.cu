@@ -130,7 +130,7 @@ __global__ __launch_bounds__(kSetThreads, 1) void choose_collisions(
     shared.round_inbox.open();
     shared.list_inbox.open();
     shared.chosen_inbox.open();
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     shared.chosen_inbox.expect(shape.blocks * sizeof(std::uint32_t));
   }
   static_assert(kAllBins == kSetThreads);
