@@ -119,12 +119,7 @@ __device__ inline void write_chosen(const FilterArgs& args, const FusedWork& wor
   for (int run = begin; run < end; run += kRun) {
     if (run > begin) votes = votes_of_run(run);
     const auto of_lane = static_cast<std::uint32_t>(__popc(votes));
-    std::uint32_t through = of_lane;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const std::uint32_t up = __shfl_up_sync(kFullWarp, through, distance);
-      if (static_cast<int>(lane) >= distance) through += up;
-    }
+    const std::uint32_t through = inclusive_warp_sum(of_lane);
     std::int64_t to = at + through - of_lane;
     const int tile = run + static_cast<int>(lane) * kFusedTile;
     for (; votes != 0; votes &= votes - 1) {

@@ -76,13 +76,13 @@ __global__ __launch_bounds__(kTileThreads) void normalise_heads(
     }
   });
   if (!logit_like) mine.max = 0.0F;
-  const LogSum of_tile = block_log_sum(mine);
+  const LogSum of_tile = block_log_sum<kTileThreads>(mine);
   float2* partials = args.scratch.partials + work.index * args.scratch.tiles;
   if (threadIdx.x == 0) partials[blockIdx.x] = make_float2(of_tile.max, of_tile.sum);
   [[maybe_unused]] auto* const parts =
       reinterpret_cast<Moments*>(args.scratch.ties + work.index * args.scratch.segments);
   if constexpr (kMoments) {
-    moments = block_merge(moments);
+    moments = block_merge<kTileThreads>(moments);
     if (threadIdx.x == 0) parts[blockIdx.x] = moments;
   }
   if (!last_block(&args.scratch.states[work.index].ticket, work.count())) return;
@@ -99,8 +99,8 @@ __global__ __launch_bounds__(kTileThreads) void normalise_heads(
       moments.merge(of_part);
     }
   }
-  LogSum all = block_log_sum(merged);
-  if constexpr (kMoments) moments = block_merge(moments);
+  LogSum all = block_log_sum<kTileThreads>(merged);
+  if constexpr (kMoments) moments = block_merge<kTileThreads>(moments);
   if (threadIdx.x != 0) return;
   HeadEstimate& estimate = args.scratch.estimates[work.index];
   if (args.request.params.threshold > 0.0F) all.merge(sum_of_static(estimate));

@@ -91,8 +91,8 @@ struct TileWork {
   }
   /// Turns counts of the segments of a list into the counts before each; returns the sum of all.
   __device__ std::uint32_t scan_segments(std::uint32_t* counts) const {
-    return exclusive_scan_in_place(counts + first * kTileSegments,
-                                   std::int64_t{count()} * kTileSegments);
+    return exclusive_scan_in_place<kTileThreads>(counts + first * kTileSegments,
+                                                 std::int64_t{count()} * kTileSegments);
   }
 };
 

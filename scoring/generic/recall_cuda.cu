@@ -65,7 +65,7 @@ __global__ __launch_bounds__(kTileThreads) void weigh_eligible(
     const float of_value = log_value(args, norms_of(args, work.plan, kv_head, token));
     sum += in_units(weight_of(of_head, scores[token], of_value), kWeightUnits);
   });
-  sum = block_sum(sum);
+  sum = block_sum<kTileThreads>(sum);
   if (threadIdx.x == 0) add(&estimate.total, sum);
 }
 
@@ -92,7 +92,7 @@ __global__ __launch_bounds__(kTileThreads) void write_missed(
       const float of_value = log_value(args, norms_of(args, work.plan, kv_head, token));
       mine += in_units(weight_of(estimates[h], scores[token], of_value), kWeightUnits);
     }
-    const std::uint64_t sum = block_sum(mine);
+    const std::uint64_t sum = block_sum<kTileThreads>(mine);
     if (threadIdx.x == 0) add(&estimates[h].attended, sum);
   }
   if (!last_block(&estimates->ticket, gridDim.x)) return;

@@ -103,10 +103,10 @@ __device__ void pick_bin(const GenericArgs& args, const QueryPlan& plan, std::ui
   const std::uint32_t sought = state.sought;
   std::uint32_t all_count = 0;
   std::uint64_t all_mass = 0;
-  std::uint32_t count_before = state.above + block_exclusive_sum(count, &all_count);
+  std::uint32_t count_before = state.above + block_exclusive_sum<kTileThreads>(count, &all_count);
   std::uint64_t mass_before = 0;
   if constexpr (kByMass) {
-    mass_before = state.mass + block_exclusive_sum(mass, &all_mass);
+    mass_before = state.mass + block_exclusive_sum<kTileThreads>(mass, &all_mass);
     // The first pass sees the masses of all tokens.
     if (kShift + 11 < 32) all_mass = state.all;
   }

@@ -78,7 +78,7 @@ __global__ __launch_bounds__(kTileThreads) void export_id_rows(
     const std::int64_t i = base + threadIdx.x;
     const bool mine = i < count && (masks[i] & wanted) != 0;
     std::uint32_t total = 0;
-    const std::int64_t position = written + block_exclusive_sum(mine ? 1 : 0, &total);
+    const std::int64_t position = written + block_exclusive_sum<kTileThreads>(mine ? 1 : 0, &total);
     if (mine && position < ids.n) {
       out[position] = tokens[i];
       if (bias_out != nullptr) bias_out[position] = biases[i * bias_heads];

@@ -159,7 +159,7 @@ struct SetSearch {
     const unsigned lane = threadIdx.x % 32;
     const unsigned warp = threadIdx.x / 32;
     const unsigned set = threadIdx.x / kThreadsPerSet;
-    const std::uint32_t through = inclusive_warp_sum(count, lane);
+    const std::uint32_t through = inclusive_warp_sum(count);
     if (lane == 31) shared.scan[warp] = through;
     __syncthreads();  // and the bins have been read
     const unsigned first_warp = set * (kThreadsPerSet / 32);
@@ -383,7 +383,7 @@ struct SetSearch {
         for (int i = 1; i < kSets; ++i) own = set == i ? of[i] : own;
         const bool tie = own == window.low;
         std::uint32_t total = 0;
-        const std::uint32_t before = seen + block_exclusive_sum(tie ? 1 : 0, &total);
+        const std::uint32_t before = seen + block_exclusive_sum<kSetThreads>(tie ? 1 : 0, &total);
         seen += total;
         if (tie && before < window.wanted) add_to_mask(token, set);
       }

@@ -23,7 +23,7 @@ struct ValueBins {
   static constexpr std::uint32_t kShift = 24 - 9;
   static constexpr bool kOpen = true;
 };
-static_assert(kFusedBins == 1 << 9);
+static_assert(kFusedBins == 1 << 9 && kFusedThreads == kBlockThreads);
 
 /// Makes values of the sums of collisions.
 class SumWeigher {

@@ -186,7 +186,7 @@ __device__ Candidates list_candidates(const FilterArgs& args, const FusedWork& w
   int count = 0;
 #pragma unroll 4
   for (int i = first; i < last; ++i) count += __popc(votes_at(i));
-  at += inclusive_warp_sum(count, lane) - count;
+  at += inclusive_warp_sum(count) - count;
 #pragma unroll 1
   for (int i = first; count > 0 && i < last; ++i) {
     for (unsigned votes = votes_at(i); votes != 0; votes &= votes - 1) {

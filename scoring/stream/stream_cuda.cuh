@@ -137,7 +137,7 @@ struct StreamUnits {
       padded[at] = own[i];
       own[i] *= kv_heads;
     }
-    const int through = inclusive_warp_sum(own[0] + own[1], lane);
+    const int through = inclusive_warp_sum(own[0] + own[1]);
     before[lane * kRowsOfLane + 1] = through - own[1];
     before[lane * kRowsOfLane + 2] = through;
     if (lane == 0) {

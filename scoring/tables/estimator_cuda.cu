@@ -4,7 +4,6 @@
 #include "scoring/tables/estimator_cuda.cuh"
 #include "transfer/device/cuda_check.h"
 
-#include <algorithm>
 #include <cstdint>
 
 namespace kvtier::scoring::cuda {
@@ -110,7 +109,8 @@ __device__ float sign_weights(const ScoreParams& params, const float* projection
 }
 
 // A block per (query, query head), a thread per plane.
-__global__ __launch_bounds__(1024) void query_tables(const __grid_constant__ TableArgs args) {
+__global__ __launch_bounds__(kBlockThreads) void query_tables(
+    const __grid_constant__ TableArgs args) {
   __shared__ float query[kMaxHeadDim];
   __shared__ float projections[kMaxPlanes];
   __shared__ float differ[kMaxPlanes];
@@ -155,8 +155,7 @@ void build_query_tables(void* stream, const ScoreParams& params, const hashing::
                        .entries_per_head = entries_per_head(params),
                        .entries = entries,
                        .scalars = scalars};
-  const int threads = std::clamp((params.planes_read() + 31) / 32 * 32, 128, 1024);
-  query_tables<<<static_cast<unsigned>(heads), static_cast<unsigned>(threads), 0,
+  query_tables<<<static_cast<unsigned>(heads), kBlockThreads, 0,
                  static_cast<cudaStream_t>(stream)>>>(args);
   KVTIER_CUDA_CHECK(cudaGetLastError());
 }
