@@ -409,7 +409,21 @@ void SessionState::undo_append(transfer::Stream& stream, int index, std::int64_t
   LayerState& layer = this->layer(index);
   engine_->statistics.tokens_appended -= static_cast<std::uint64_t>(layer.length - length);
   layer.length = length;
-  shrink(stream, layer, pages * engine_->kv.page_tokens);
+  shrink(stream, layer, reopen(stream, layer, pages) * engine_->kv.page_tokens);
+}
+
+std::int64_t SessionState::reopen(transfer::Stream& stream, LayerState& layer,
+                                  std::int64_t pages) const {
+  PagePool& pool = *engine_->pools.pages;
+  if (!pool.has_tiers()) return pages;
+  (void)layer.pages.sync_addresses(stream);  // some may have left and come back
+  const std::int64_t end = std::min(pages, layer.pages.size());
+  for (std::int64_t i = ceil_div(layer.length, engine_->kv.page_tokens); i < end; ++i) {
+    if (layer.pages.address(i) == nullptr) return i;
+    Page& page = layer.pages.page(i);
+    if (PagePool::sealed(page)) pool.make_writable(page);
+  }
+  return pages;
 }
 
 void SessionState::truncate(transfer::Stream& stream, std::int64_t tokens, int first, int end) {

@@ -97,6 +97,10 @@ class SessionState {
   /// Promises the session what it takes at its full length. Throws `kResourceExhausted`, nothing
   /// promised, where other sessions hold it or have been promised it.
   void take_whole();
+  /// Opens pages past the tokens of a layer again, which an append taken back has sealed: they hold
+  /// nothing, and are written where they are. Returns how many of the first `pages` are in frames,
+  /// as those that are held for later tokens have to be.
+  std::int64_t reopen(transfer::Stream& stream, LayerState& layer, std::int64_t pages) const;
   /// Gives back the pages and slabs past those that `tokens` tokens need.
   void shrink(transfer::Stream& stream, LayerState& layer, std::int64_t tokens);
   /// Throws `kResourceExhausted` unless a layer may have so many more tokens.

@@ -176,6 +176,38 @@ TEST_P(SpillFaultTest, QueriesOfABatchThatIsTakenBackAreNotCounted) {
   EXPECT_EQ((engine_->stats().cumulative - before).queries, 2U);
 }
 
+// What an append has filled of reserved pages holds nothing once the append is taken back. Such
+// pages must not go to the tier, since the next append writes to where they are.
+TEST_P(SpillFaultTest, ReservedPagesOfAnAppendTakenBackStayForTheNext) {
+  Session session = engine_->open(), session_twin = reference_->open();
+  for (Session* one : {&session, &session_twin}) {
+    append_random(*one, model(), 0, 5, 1);
+    one->reserve(4 * kPageTokens);
+  }
+  const Stats::Snapshot before = engine_->stats().snapshot;
+  CallTensors call(model(), 3 * kPageTokens, 5);
+  for (std::size_t i = 0; i < call.key.values().size(); ++i) call.key.set(i, 1e30F);
+  for (std::size_t i = 0; i < call.query.values().size(); ++i) call.query.set(i, 1e30F);
+  expect_code(error_of([&] { session.decode(0, call.inputs(), call.outputs()); }),
+              ErrorCode::kInvalidArgument, "beyond fp32");
+  EXPECT_EQ(session.length(0), 5);
+  const Stats::Snapshot after = engine_->stats().snapshot;
+  EXPECT_EQ(after.pages_used + after.pages_in_tiers, before.pages_used + before.pages_in_tiers);
+
+  // All that may go goes, and frames are handed out again.
+  Session other = engine_->open(), other_twin = reference_->open();
+  for (std::uint64_t i = 0; i < 16; ++i) {
+    append_random(other, model(), 1, 32, 500 + i);
+    append_random(other_twin, model(), 1, 32, 500 + i);
+  }
+  for (Session* one : {&session, &session_twin}) {
+    append_random(*one, model(), 0, 3 * kPageTokens, 6);
+  }
+  EXPECT_EQ(all_rows(session, model(), 0), all_rows(session_twin, model(), 0));
+  EXPECT_EQ(all_rows(other, model(), 1), all_rows(other_twin, model(), 1));
+  EXPECT_EQ(all_rows(*a_, model(), 0), all_rows(*b_, model(), 0));
+}
+
 TEST_P(SpillFaultTest, ASecondTierRepairsWhatTheFirstHasLost) {
   const auto copies = std::make_shared<FaultTier>(/*retains=*/false);
   Config config = with_frames(40);
