@@ -45,6 +45,9 @@ struct Launch {
   std::int64_t max_length = 0;
   std::int64_t least_length = std::numeric_limits<std::int64_t>::max();
   bool dense = false;  ///< All tokens are attended, though the layer is sparse.
+  /// As many tokens are taken as an error target takes at most, since it cannot weigh those that
+  /// are always attended: they are on more pages than there are frames. The error is no larger.
+  bool takes_most = false;
 
   /// The part whose options are those of all.
   [[nodiscard]] const AttendPart& first() const { return *slices.front().part; }
@@ -54,6 +57,11 @@ struct Launch {
     transfer::SpanRule rule = options().rule;
     if (dense) rule.mode = LayerMode::kDense;
     return rule;
+  }
+  [[nodiscard]] scoring::ScoreParams params() const {
+    scoring::ScoreParams params = options().params;
+    if (takes_most) params.threshold = 0.0F;
+    return params;
   }
   /// Returns whether the selector chooses the tokens, from tables of the queries.
   [[nodiscard]] bool scores() const { return sparse() && first().inputs.selected.empty(); }
@@ -82,7 +90,7 @@ class Step {
   /// Returns whether the launch attends to all tokens because that is faster.
   [[nodiscard]] bool dense_is_faster(const Launch& launch) const;
   /// `after_append`: nothing was enqueued since the append.
-  void run(const Launch& launch, bool after_append);
+  void run(Launch& launch, bool after_append);
 
  private:
   [[nodiscard]] transfer::Stream& stream() const { return scope_.stream(); }
@@ -106,14 +114,15 @@ class Step {
 
   void prefetch(const Launch& launch);
   void select(const Launch& launch, bool after_append);
-  void attend(const Launch& launch, bool after_append);
+  void attend(Launch& launch, bool after_append);
 
   // The stages, in their order.
+  bool hold_weighed_rows(Launch& launch);
   QueriesRead read_queries(const Launch& launch, bool after_append, bool repeated = false);
   [[nodiscard]] bool selection_attends(const QueriesRead& read) const;
   transfer::SelectionView choose(const Launch& launch, const QueriesRead& read,
                                  const attention::AttendTargets* attend = nullptr);
-  bool ensure_resident(const Launch& launch, TieredLaunch& tiered, QueriesRead& read,
+  bool ensure_resident(Launch& launch, TieredLaunch& tiered, QueriesRead& read,
                        transfer::SelectionView& selection);
   transfer::RowCachePlaces gather(const Launch& launch, const transfer::SelectionView& selection);
   [[nodiscard]] Outputs make_outputs(const Launch& launch) const;
@@ -173,25 +182,35 @@ bool Step::dense_is_faster(const Launch& launch) const {
   return scoring::dense_is_faster(cost);
 }
 
-void Step::run(const Launch& launch, bool after_append) {
+void Step::run(Launch& launch, bool after_append) {
   const AttendPart& first = launch.first();
   if (first.prefetches) {
     prefetch(launch);
   } else {
-    const ResolvedOptions& options = launch.options();
-    const bool reads_static =
-        launch.sparse() && (options.recall_params.active || options.params.threshold > 0.0F);
-    if (reads_static && pages_may_be_evicted()) {
-      ensure_static_resident(stream(), engine_, layers(launch), options.rule, launch.queries);
-      after_append = false;
-    }
+    const PagePool::Counters& pages = engine_.pools.pages->counters();
+    const std::uint64_t restored = pages.restored;
+    if (pages_may_be_evicted() && hold_weighed_rows(launch)) after_append = false;
     if (first.select.ids.empty()) {
       attend(launch, after_append);
     } else {
       select(launch, after_append);
     }
+    if (pages.restored != restored) ++engine_.statistics.cold_steps;
   }
   workspace_.staging.finish(stream());
+}
+
+/// Waits for the pages of always-attended tokens where these are weighed before a selection.
+/// Returns whether they are.
+bool Step::hold_weighed_rows(Launch& launch) {
+  const bool recall = launch.options().recall_params.active;
+  if (!launch.scores() || !(recall || launch.params().threshold > 0.0F)) return false;
+  const std::size_t too_many = ensure_static_resident(stream(), engine_, layers(launch),
+                                                      launch.options().rule, launch.queries);
+  if (too_many == 0) return true;
+  if (recall) fail_too_many(engine_, too_many);
+  launch.takes_most = true;
+  return true;
 }
 
 /// Rows are prefetched only where nothing has to be waited for.
@@ -214,7 +233,7 @@ void Step::select(const Launch& launch, bool after_append) {
   export_ids(launch, read, launch.first().select);
 }
 
-void Step::attend(const Launch& launch, bool after_append) {
+void Step::attend(Launch& launch, bool after_append) {
   const ResolvedOptions& options = launch.options();
   QueriesRead read = read_queries(launch, after_append);
   if (selection_attends(read)) {
@@ -291,7 +310,7 @@ transfer::Batch<transfer::StepFlags*> Step::session_flags(const Launch& launch) 
 
 scoring::SelectRequest Step::select_request(const Launch& launch, const QueriesRead& read) const {
   const SketchStore& store = engine_.pools.sketches[launch.first().sketch];
-  return {.params = launch.options().params,
+  return {.params = launch.params(),
           .rule = launch.options().rule,
           .kv = engine_.kv,
           .sketch = store.geometry,
@@ -365,8 +384,7 @@ QueriesRead Step::read_queries(const Launch& launch, bool after_append, bool rep
     return read;
   }
   const SketchStore& store = engine_.pools.sketches[launch.first().sketch];
-  workspace_.selector.read_queries(stream(), launch.options().params, store.planes.view(), input,
-                                   packed);
+  workspace_.selector.read_queries(stream(), launch.params(), store.planes.view(), input, packed);
   return read;
 }
 
@@ -417,13 +435,16 @@ transfer::SelectionView Step::choose(const Launch& launch, const QueriesRead& re
 }
 
 /// Waits for the pages of a selection. Makes it again when other calls have used the workspace
-/// meanwhile: it is the same, and its pages are resident. Returns false when the pages are too many
-/// at once.
-bool Step::ensure_resident(const Launch& launch, TieredLaunch& tiered, QueriesRead& read,
+/// meanwhile: it is the same, and its pages are resident, unless they are too many at once. Then
+/// others may have taken the frames of rows that it weighs. Returns false when the pages are too
+/// many.
+bool Step::ensure_resident(Launch& launch, TieredLaunch& tiered, QueriesRead& read,
                            transfer::SelectionView& selection) {
   (void)scope_.workspace_lost();
   bool together = tiered.ensure_resident(selection);
   while (scope_.workspace_lost()) {
+    if (!together) (void)hold_weighed_rows(launch);
+    (void)scope_.workspace_lost();  // it has nothing of the call
     read = read_queries(launch, false, /*repeated=*/true);
     if (launch.sparse()) selection = choose(launch, read);
     together = tiered.ensure_resident(selection);

@@ -147,10 +147,7 @@ bool TieredLaunch::ensure_resident(const transfer::SelectionView& selection) {
       }
     }
   }
-  const std::uint64_t before = engine_.pools.pages->counters().restored;
   const bool together = engine_.pools.pages->ensure_resident(stream_, needed_);
-  if (!together || engine_.pools.pages->counters().restored != before)
-    ++engine_.statistics.cold_steps;
   sync_addresses();
   return together;
 }
@@ -185,14 +182,15 @@ void TieredLaunch::verify(int sequence, std::span<const std::int64_t> tokens) co
       .fetch_add(changed, std::memory_order_relaxed);
 }
 
-void ensure_static_resident(transfer::Stream& stream, EngineState& engine,
-                            std::span<LayerState* const> layers, const transfer::SpanRule& rule,
-                            const transfer::QueryBatch& query_batch) {
-  if (TieredLaunch::all_resident(stream, layers)) return;
+std::size_t ensure_static_resident(transfer::Stream& stream, EngineState& engine,
+                                   std::span<LayerState* const> layers,
+                                   const transfer::SpanRule& rule,
+                                   const transfer::QueryBatch& query_batch) {
+  if (TieredLaunch::all_resident(stream, layers)) return 0;
   const attention::AttendRequest request{
       .kv = engine.kv, .rule = rule, .sequences = {}, .query_batch = query_batch, .places = {}};
   TieredLaunch launch(stream, engine, layers, request);
-  if (!launch.ensure_resident({})) fail_too_many(engine, launch.needed_.size());
+  return launch.ensure_resident({}) ? 0 : launch.needed_.size();
 }
 
 std::size_t TieredLaunch::hold_first(std::span<const WindowedAttention::PageIndex> pages) {

@@ -19,12 +19,13 @@ namespace kvtier::runtime {
 /// Throws `kResourceExhausted` for pages that cannot be in host memory at once.
 [[noreturn]] void fail_too_many(const EngineState& engine, std::size_t needed);
 
-/// Restores the pages of the tokens that `rows` always attend, because a recall target weighs these
-/// before it selects. `layers`: those of the queries' sequences, in their order. Throws
-/// `kResourceExhausted` when they are too many.
-void ensure_static_resident(transfer::Stream& stream, EngineState& engine,
-                            std::span<LayerState* const> layers, const transfer::SpanRule& rule,
-                            const transfer::QueryBatch& query_batch);
+/// Restores the pages of the tokens that queries always attend, because a recall target and an
+/// error target weigh these before they select. `layers`: those of the queries' sequences, in their
+/// order. Returns how many pages these are where they are too many at once, else 0.
+std::size_t ensure_static_resident(transfer::Stream& stream, EngineState& engine,
+                                   std::span<LayerState* const> layers,
+                                   const transfer::SpanRule& rule,
+                                   const transfer::QueryBatch& query_batch);
 
 /// One launch of attention over layers whose pages may be evicted, in these steps: `all_resident`
 /// tells whether there is anything to do, `ensure_resident` waits for the pages, and where it says
@@ -61,10 +62,10 @@ class TieredLaunch final : private attention::RowSource {
   /// Adds the pages of tokens that are not in the sinks or the ring.
   void add_needed(int sequence, std::int64_t begin, std::int64_t end);
   void sync_addresses();
-  friend void ensure_static_resident(transfer::Stream& stream, EngineState& engine,
-                                     std::span<LayerState* const> layers,
-                                     const transfer::SpanRule& rule,
-                                     const transfer::QueryBatch& query_batch);
+  friend std::size_t ensure_static_resident(transfer::Stream& stream, EngineState& engine,
+                                            std::span<LayerState* const> layers,
+                                            const transfer::SpanRule& rule,
+                                            const transfer::QueryBatch& query_batch);
 
   transfer::Stream& stream_;
   EngineState& engine_;

@@ -270,6 +270,63 @@ TEST_P(AsideTest, ASharedTailThatGoesWhileACopyWaitsForAFrameIsRestored) {
   expect_rows_like_twin(short_);
 }
 
+// Under an error target the rows of always-attended tokens are weighed before a selection. They go
+// while the call waits behind another, and the call needs more pages than there are frames: it
+// weighs them again, from where they are then.
+TEST_P(AsideTest, AlwaysAttendedRowsThatGoWhileACallWaitsAreWeighedWhereTheyAre) {
+  constexpr std::int64_t kFrames = 16;
+  constexpr std::int64_t kDenseFrom = 24 * kPageTokens, kLong = 30 * kPageTokens;
+  Config config = tiered_config(GetParam(), kFrames, gate_);
+  Config roomy = tiered_config(GetParam(), kPlenty, nullptr);
+  for (Config* each : {&config, &roomy}) {
+    each->model = {.query_heads = 1, .kv_heads = 1, .head_dim = 64};
+    each->memory.host_bytes /= 2;
+    each->retrieval = {.error_target = 0.1, .sink_tokens = 8, .recent_tokens = 16};
+  }
+  config.on_tier_wait = [this](bool waiting) { away_ += waiting ? 1 : -1; };
+  engine_.emplace(config);
+  reference_.emplace(roomy);
+  open(long_);
+  open(short_);
+  append(long_, kLong, 1);
+  const HostTensor large =  // of another weight
+      HostTensor::random(20 * kPageTokens, 1, 64, DType::kBFloat16, 2, 30.0F);
+  short_.tiered->append(0, large.view(), large.view());
+  const auto fetch = [](Session& session, std::vector<std::int32_t> pages) {
+    for (std::int32_t& id : pages) id *= static_cast<std::int32_t>(kPageTokens);
+    const int n = static_cast<int>(pages.size());
+    HostTensor keys(1, n, 64, DType::kBFloat16), values(1, n, 64, DType::kBFloat16);
+    session.fetch(0, {pages.data(), DType::kInt32, {1, n}},
+                  {keys.mutable_view(), values.mutable_view()});
+    return true;
+  };
+  for (int i = 0; i < 4; ++i) {  // so often that others go first
+    (void)fetch(*long_.tiered, {24, 25, 26, 27, 28});
+  }
+
+  gate_->close();
+  // Four pages, and then as many as there are frames.
+  auto fetched = std::async(std::launch::async, [&] {
+    std::vector<std::int32_t> pages;
+    for (std::int32_t i = 0; i < kFrames; ++i) pages.push_back(i % 4);
+    for (std::int32_t i = 0; i < kFrames; ++i) pages.push_back(4 + i);
+    return fetch(*short_.tiered, pages);
+  });
+  gate_->wait_for_a_get();
+  CallTensors mine(model(), 1, 50), theirs(model(), 1, 50);
+  const AttendOptions options{.dense_from = kDenseFrom};
+  auto attended = std::async(std::launch::async, [&] {
+    long_.tiered->attend(0, mine.attend_inputs(), mine.outputs(true), {}, options);
+    return true;
+  });
+  EXPECT_TRUE(eventually([&] { return away_ == 2; }));
+  gate_->open();
+  EXPECT_TRUE(fetched.get());
+  EXPECT_TRUE(attended.get());
+  long_.twin->attend(0, theirs.attend_inputs(), theirs.outputs(true), {}, options);
+  EXPECT_TRUE(as_resident(GetParam(), mine, theirs));
+}
+
 TEST_P(AsideTest, MessagesComeOneAtATime) {
   std::atomic<int> inside{0};
   std::atomic<int> most{0};

@@ -85,6 +85,72 @@ TEST_P(PrioritySpillTest, GivenIdsAndBiasesOfTokensInATierCountTheSame) {
   EXPECT_GT(engine.stats().cumulative.cold_steps, 0U);
 }
 
+// The rows of always-attended tokens cannot be weighed together, so that the target's most tokens
+// are taken, whose error is no larger.
+TEST_P(PrioritySpillTest, AnErrorBesideMoreDenseTokensThanFramesTakesTheMostOfIt) {
+  for (RetrievalConfig retrieval : all_rules()) {
+    if (retrieval.error_target == 0.0) continue;
+    SCOPED_TRACE(name_of(retrieval));
+    retrieval.top_k = 0;
+    Config small = with_frames(14);
+    Config large = twin();
+    small.retrieval = large.retrieval = retrieval;
+    large.retrieval.top_k = static_cast<int>(retrieval.most_selected(1000));
+    large.retrieval.error_target = 0.0;
+    Engine engine(small), reference(large);
+    const ModelConfig& model = engine.config().model;
+    Session a = engine.open(), b = reference.open();
+    for (int layer = 0; layer < 2; ++layer) {
+      append_random(a, model, layer, 700, 7);
+      append_random(b, model, layer, 700, 7);
+    }
+    const AttendOptions options{.dense_from = 300};
+    expect_same_decode(a, b, model, 2, 50, options, true, GetParam());
+    const HostTensor query = HostTensor::random(1, model.query_heads, 64, DType::kFloat32, 9);
+    Picked mine(1, model.num_sets(retrieval.selection), 200), theirs = mine;
+    a.select(0, query.view(), mine.outputs(), {}, options);
+    b.select(0, query.view(), theirs.outputs(), {}, options);
+    EXPECT_EQ(mine, theirs);
+
+    // What is missed cannot be said without them.
+    CallTensors call(model, 1, 60);
+    std::vector<float> missed(static_cast<std::size_t>(model.query_heads));
+    AttendOutputs outputs = call.outputs();
+    outputs.missed = {missed.data(), DType::kFloat32, {1, model.query_heads}};
+    if (retrieval.estimator != Estimator::kNormAware) continue;
+    const auto error = error_of([&] { a.attend(0, call.attend_inputs(), outputs, {}, options); });
+    ASSERT_TRUE(error.has_value());
+    EXPECT_EQ(error->code(), ErrorCode::kResourceExhausted);
+  }
+}
+
+// Ids that the caller has chosen need no rows to be weighed before.
+TEST_P(PrioritySpillTest, GivenIdsBesideMoreDenseTokensThanFramesCountTheSame) {
+  Config small = with_frames(14);
+  Config large = twin();
+  for (Config* config : {&small, &large}) {
+    config->retrieval = priority_estimators()[1];
+    config->retrieval.error_target = 0.1;
+  }
+  Engine engine(small), reference(large);
+  const ModelConfig& model = engine.config().model;
+  Session a = engine.open(), b = reference.open();
+  append_random(a, model, 0, 700, 7);
+  append_random(b, model, 0, 700, 7);
+  Picked given(1, model.kv_heads, 20);
+  for (std::size_t i = 0; i < given.ids.data.size(); ++i) {
+    given.ids.data[i] = static_cast<std::int32_t>(20 + i % 20 * 3);
+    given.biases[i] = 0.1F * static_cast<float>(i);
+  }
+  CallTensors mine(model, 1, 3), theirs(model, 1, 3);
+  for (const auto& [session, call] : {std::pair{&a, &mine}, std::pair{&b, &theirs}}) {
+    session->attend(
+        0, {.query = call->query.view(), .selected = given.ids_view(), .bias = given.bias_view()},
+        call->outputs(), {}, {.dense_from = 100});
+  }
+  EXPECT_TRUE(as_resident(GetParam(), mine, theirs));
+}
+
 class PriorityRowCacheTest : public EngineTest {};
 KVTIER_INSTANTIATE_BACKENDS(PriorityRowCacheTest);
 
