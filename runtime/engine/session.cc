@@ -149,6 +149,7 @@ void SessionState::find_prefix(SubmissionScope& scope, std::span<const std::int3
   const std::vector<PrefixKey> asked = page_keys(root_key_, engine_->kv.page_tokens,
                                                  token_ids.first(std::min(token_ids.size(), most)));
   bool found = false;
+  bool repaired = false;
   while (!found) {
     keys_ = asked;
     const std::size_t room =
@@ -157,7 +158,7 @@ void SessionState::find_prefix(SubmissionScope& scope, std::span<const std::int3
     try {
       found = engine_->prefixes.ensure_sinks_resident(scope.stream(), keys_);
       // What is stored may be less by now.
-      if (scope.workspace_lost()) {
+      if (scope.workspace_lost() || (found && !check_sinks(scope, std::exchange(repaired, true)))) {
         found = false;
         continue;
       }
@@ -173,6 +174,18 @@ void SessionState::find_prefix(SubmissionScope& scope, std::span<const std::int3
   engine_->statistics.prefix_tokens_asked += token_ids.size();
   engine_->statistics.prefix_tokens_attached +=
       keys_.size() * static_cast<std::size_t>(engine_->kv.page_tokens);
+}
+
+bool SessionState::check_sinks(SubmissionScope& scope, bool last) {
+  if (!engine_->kv.row_checks) return true;
+  engine_->submission.wait(scope.stream());
+  const std::uint64_t changed = engine_->prefixes.repair_sinks(scope.stream(), keys_, last);
+  if (changed == 0) return true;
+  engine_->log(LogLevel::kError, "rows of a stored prefix: expected as they were written, found " +
+                                     std::to_string(changed) + " changed");
+  flags_->rows_corrupt += changed;
+  (void)take_corrupt();
+  return false;
 }
 
 void SessionState::publish(SubmissionScope& scope, std::span<const std::int32_t> token_ids) {

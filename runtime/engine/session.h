@@ -94,6 +94,8 @@ class SessionState {
   /// Finds the longest stored prefix of these tokens whose first pages are resident or can be
   /// restored.
   void find_prefix(SubmissionScope& scope, std::span<const std::int32_t> token_ids);
+  /// Returns whether the rows that become sinks are whole; else `find_prefix` has to look again.
+  bool check_sinks(SubmissionScope& scope, bool last);
   /// Promises the session what it takes at its full length. Throws `kResourceExhausted`, nothing
   /// promised, where other sessions hold it or have been promised it.
   void take_whole();

@@ -1,5 +1,7 @@
 #include "runtime/sequence/prefix_store.h"
 
+#include "transfer/kv/row_checks.h"
+
 #include <algorithm>
 #include <utility>
 
@@ -41,10 +43,8 @@ std::size_t PrefixStore::longest(std::span<const PrefixKey> keys) const {
 
 bool PrefixStore::ensure_sinks_resident(transfer::Stream& stream, std::span<const PrefixKey> keys) {
   if (!pools_.pages->has_tiers()) return true;
-  const auto unit = static_cast<std::size_t>(pools_.kv.page_tokens);
-  const std::size_t count = (static_cast<std::size_t>(pools_.kv.sink_capacity) + unit - 1) / unit;
   std::vector<Page*> pages;
-  for (const PrefixKey& key : keys.first(std::min(count, keys.size()))) {
+  for (const PrefixKey& key : keys.first(std::min(num_sink_pages(), keys.size()))) {
     const Entry& stored = entry(key);
     pages.insert(pages.end(), stored.pages.begin(), stored.pages.end());
   }
@@ -58,6 +58,32 @@ bool PrefixStore::ensure_sinks_resident(transfer::Stream& stream, std::span<cons
     pool.give_back(pages, transfer::Event());
     throw;
   }
+}
+
+std::uint64_t PrefixStore::repair_sinks(transfer::Stream& stream, std::span<const PrefixKey> keys,
+                                        bool last) {
+  const transfer::KvGeometry& kv = pools_.kv;
+  if (!kv.row_checks) return 0;
+  std::uint64_t changed = 0;
+  for (std::size_t i = 0; i < std::min(num_sink_pages(), keys.size()); ++i) {
+    const std::int64_t begin = static_cast<std::int64_t>(i) * kv.page_tokens;
+    const std::int64_t end = std::min<std::int64_t>(begin + kv.page_tokens, kv.sink_capacity);
+    bool dropped = false;
+    for (Page* page : entry(keys[i]).pages) {
+      std::uint64_t of_page = 0;
+      for (int head = 0; head < kv.kv_heads; ++head) {
+        for (std::int64_t token = begin; token < end; ++token) {
+          if (!transfer::row_is_whole(kv, PagePool::address(*page), head, token)) ++of_page;
+        }
+      }
+      changed += of_page;
+      if (of_page > 0 && (last || !pools_.pages->discard(*page))) dropped = true;
+    }
+    if (!dropped) continue;
+    forget(stream, keys[i]);
+    break;
+  }
+  return changed;
 }
 
 void PrefixStore::attach(transfer::Stream& stream, std::span<const PrefixKey> keys,

@@ -30,6 +30,11 @@ class PrefixStore {
   /// Brings in the pages whose first tokens become sinks, until pages are brought in next. Returns
   /// false when they cannot be resident at once. Throws what `PagePool::ensure_resident` throws.
   bool ensure_sinks_resident(transfer::Stream& stream, std::span<const PrefixKey> keys);
+  /// With checks of rows: compares those whose copies become sinks, of resident pages that no work
+  /// writes to. A page with a changed row is taken from a tier when it is needed next, or dropped
+  /// with what follows it, where no tier has it and with `last`. Returns how many rows have
+  /// changed.
+  std::uint64_t repair_sinks(transfer::Stream& stream, std::span<const PrefixKey> keys, bool last);
   /// Makes an empty sequence begin with these pages, all stored and the sinks' resident: it holds
   /// them and their slabs as well.
   void attach(transfer::Stream& stream, std::span<const PrefixKey> keys, SequenceMemory& memory);
@@ -61,6 +66,11 @@ class PrefixStore {
     std::list<PrefixKey>::iterator order;
   };
 
+  /// Pages whose rows may become sinks.
+  [[nodiscard]] std::size_t num_sink_pages() const {
+    const auto unit = static_cast<std::size_t>(pools_.kv.page_tokens);
+    return (static_cast<std::size_t>(pools_.kv.sink_capacity) + unit - 1) / unit;
+  }
   /// Returns whether a tier has lost a page of the entry.
   [[nodiscard]] bool has_lost(const Entry& entry) const;
   /// Lets the entry hold its frames, or gives them back.

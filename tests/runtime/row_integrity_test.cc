@@ -236,6 +236,36 @@ TEST_P(RowIntegrityTest, RowsOfForksAreWholeWhereverTheirPagesGo) {
   }
 }
 
+// A session that begins with a stored prefix copies rows of its pages, which are not read again.
+TEST_P(RowIntegrityTest, SinksOfAStoredPrefixAreWholeOrThereIsNoPrefix) {
+  std::vector<std::int32_t> ids(kStored);
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>(i);
+  SessionConfig config;
+  config.token_ids = ids;
+  for (const PageFormat format : {PageFormat::kModel, PageFormat::kInt8}) {
+    for (const bool in_tier : {true, false}) {
+      start(format, 110);
+      a_->publish(ids);
+      evicted_and_restored();
+      for (const std::span<std::byte> frame : frames_) {
+        for (std::size_t i = 0; i < frame.size() / 2; i += 64) frame[i] ^= std::byte{0x04};
+      }
+      if (!in_tier) tier_->tier.forget();
+      Session opened = engine_->open(config);
+      EXPECT_GT(engine_->stats().cumulative.rows_corrupt, 0U);
+      if (!in_tier) {
+        EXPECT_EQ(opened.length(), 0);
+        continue;
+      }
+      constexpr std::int64_t kWhole = kStored / kPageTokens * kPageTokens;
+      EXPECT_EQ(opened.length(), kWhole);
+      b_->truncate(kWhole);
+      a_ = &opened;
+      expect_same_dense();
+    }
+  }
+}
+
 TEST_P(RowIntegrityTest, ARowThatNoTierHasIsDataLossOfItsSessionAlone) {
   start(PageFormat::kModel, 110);
   evicted_and_restored();
