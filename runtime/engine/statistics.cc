@@ -28,10 +28,14 @@ Statistics::Statistics(transfer::Device& device, std::size_t num_sketches)
 transfer::StepFlags* Statistics::open_session(transfer::Stream& stream) {
   open_.reserve(open_.size() + 1);
   std::byte* frame = nullptr;
-  if (!session_flags_.take_all({&frame, 1}, &stream)) {
-    const std::string most = std::to_string(max_sessions());
-    throw_error(ErrorCode::kResourceExhausted, "sessions: expected at most ", most, " open, found ",
-                most);
+  // The host writes to it now, so that work of a closed session must be done with it.
+  if (!session_flags_.take_all({&frame, 1})) {
+    if (!session_flags_.take_all({&frame, 1}, &stream)) {
+      const std::string most = std::to_string(max_sessions());
+      throw_error(ErrorCode::kResourceExhausted, "sessions: expected at most ", most,
+                  " open, found ", most);
+    }
+    stream.synchronize();
   }
   open_.push_back(new (frame) transfer::StepFlags{});
   return open_.back();
