@@ -24,6 +24,33 @@ TEST(CApi, HasThePresetOfThePaper) {
   EXPECT_EQ(config.error_target, 0.0);
 }
 
+// Arrays have as many entries as are allowed at most.
+TEST(CApi, ReadsNoEntriesOfANumberThatIsRefused) {
+  const auto expect_refused = [](auto spoil, const char* message) {
+    kvtier_config config;
+    kvtier_config_init(&config);
+    config.backend = KVTIER_BACKEND_CPU;
+    spoil(config);
+    kvtier_engine* none = nullptr;
+    EXPECT_EQ(kvtier_engine_create(&config, &none), KVTIER_INVALID_ARGUMENT);
+    EXPECT_THAT(kvtier_last_error(), HasSubstr(message));
+  };
+  const kvtier_layer_config layer = {};
+  expect_refused(
+      [&](kvtier_config& c) {
+        c.layer_options = &layer;
+        c.layers = 1 << 30;
+      },
+      "model.layers: expected 1..4096, found 1073741824");
+  const kvtier_sketch_config sketch = {KVTIER_PLANES_ORTHOGONAL, 128, 0, KVTIER_SIGN};
+  expect_refused(
+      [&](kvtier_config& c) {
+        c.extra_sketches = &sketch;
+        c.num_extra_sketches = std::size_t{1} << 40;
+      },
+      "extra_sketches: expected at most 15 entries, found 1099511627776");
+}
+
 TEST(CApi, RefusesUnknownEnumeratorsOfRetrieval) {
   const auto set = [](auto& field, int value) { std::memcpy(&field, &value, sizeof(value)); };
   const auto expect_refused = [&](auto spoil, const char* message) {
