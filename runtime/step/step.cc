@@ -48,6 +48,7 @@ struct Launch {
   /// As many tokens are taken as an error target takes at most, since it cannot weigh those that
   /// are always attended: they are on more pages than there are frames. The error is no larger.
   bool takes_most = false;
+  std::optional<scoring::SelectionPlan> plan{};  ///< Once it has been made.
 
   /// The part whose options are those of all.
   [[nodiscard]] const AttendPart& first() const { return *slices.front().part; }
@@ -88,7 +89,7 @@ class Step {
 
   void add(Launch& launch, const Slice& slice) const;
   /// Returns whether the launch attends to all tokens because that is faster.
-  [[nodiscard]] bool dense_is_faster(const Launch& launch) const;
+  [[nodiscard]] bool dense_is_faster(Launch& launch) const;
   /// `after_append`: nothing was enqueued since the append.
   void run(Launch& launch, bool after_append);
 
@@ -111,14 +112,15 @@ class Step {
   [[nodiscard]] transfer::RowReading row_reading(const Launch& launch,
                                                  const transfer::SelectionView& selection) const;
   [[nodiscard]] std::int64_t max_selected(const Launch& launch) const;
+  const scoring::SelectionPlan& plan(Launch& launch) const;
 
-  void prefetch(const Launch& launch);
-  void select(const Launch& launch, bool after_append);
+  void prefetch(Launch& launch);
+  void select(Launch& launch, bool after_append);
   void attend(Launch& launch, bool after_append);
 
   // The stages, in their order.
   bool hold_weighed_rows(Launch& launch);
-  QueriesRead read_queries(const Launch& launch, bool after_append, bool repeated = false);
+  QueriesRead read_queries(Launch& launch, bool after_append, bool repeated = false);
   [[nodiscard]] bool selection_attends(const QueriesRead& read) const;
   transfer::SelectionView choose(const Launch& launch, const QueriesRead& read,
                                  const attention::AttendTargets* attend = nullptr);
@@ -152,7 +154,15 @@ void Step::add(Launch& launch, const Slice& slice) const {
   launch.slices.push_back(slice);
 }
 
-bool Step::dense_is_faster(const Launch& launch) const {
+const scoring::SelectionPlan& Step::plan(Launch& launch) const {
+  if (!launch.plan) {
+    launch.plan =
+        workspace_.selector.plan(select_request(launch, {}), launch.options().recall_params.active);
+  }
+  return *launch.plan;
+}
+
+bool Step::dense_is_faster(Launch& launch) const {
   const AttendPart& first = launch.first();
   const ResolvedOptions& options = first.options;
   const auto wants_missed = [](const Slice& slice) { return !slice.part->outputs.missed.empty(); };
@@ -163,9 +173,7 @@ bool Step::dense_is_faster(const Launch& launch) const {
   }
   const transfer::KvGeometry& kv = engine_.kv;
   const bool per_head = options.params.selection == Selection::kPerQueryHead;
-  const scoring::SelectionPlan& plan =
-      workspace_.selector.plan(select_request(launch, {}), options.recall_params.active);
-  scoring::LaunchCost cost{.path = plan.path,
+  scoring::LaunchCost cost{.path = plan(launch).path,
                            .recall = options.recall_params.active,
                            .group = kv.group(),
                            .least_tokens = launch.least_length,
@@ -210,11 +218,12 @@ bool Step::hold_weighed_rows(Launch& launch) {
   if (too_many == 0) return true;
   if (recall) fail_too_many(engine_, too_many);
   launch.takes_most = true;
+  launch.plan.reset();
   return true;
 }
 
 /// Rows are prefetched only where nothing has to be waited for.
-void Step::prefetch(const Launch& launch) {
+void Step::prefetch(Launch& launch) {
   if (pages_may_be_evicted() && !TieredLaunch::all_resident(stream(), layers(launch))) return;
   const transfer::SelectionView selection = choose(launch, read_queries(launch, false));
   const std::vector<LayerState*> layers = this->layers(launch);
@@ -227,7 +236,7 @@ void Step::prefetch(const Launch& launch) {
   timer.stop();
 }
 
-void Step::select(const Launch& launch, bool after_append) {
+void Step::select(Launch& launch, bool after_append) {
   const QueriesRead read = read_queries(launch, after_append);
   (void)choose(launch, read);
   export_ids(launch, read, launch.first().select);
@@ -349,7 +358,7 @@ std::int64_t Step::max_selected(const Launch& launch) const {
                   max_per_query(params, launch.max_length) * (per_head ? engine_.kv.group() : 1));
 }
 
-QueriesRead Step::read_queries(const Launch& launch, bool after_append, bool repeated) {
+QueriesRead Step::read_queries(Launch& launch, bool after_append, bool repeated) {
   transfer::QueryItems items;
   for (const Slice& slice : launch.slices) {
     SessionState& session = *slice.part->session;
@@ -377,8 +386,7 @@ QueriesRead Step::read_queries(const Launch& launch, bool after_append, bool rep
     }
     return read;
   }
-  read.plan =
-      workspace_.selector.plan(select_request(launch, read), launch.options().recall_params.active);
+  read.plan = plan(launch);
   if (read.plan.reads_queries) {
     read.unread = input;
     return read;
