@@ -579,6 +579,36 @@ class BadInputTest(HfTest):
                 found = model(ids, past_key_values=cache).logits
                 self.assertTrue(torch.equal(found, model(ids, past_key_values=fresh).logits))
 
+    def test_the_next_pass_may_have_a_mask_and_another_batch(self) -> None:
+        class OutOfMemory(Exception):
+            pass
+
+        def fail(*unused: Any) -> None:
+            raise OutOfMemory
+
+        for name in ("llama", "gemma3"):
+            model = model_of(name)
+            ids = tokens(45, 3, 40)
+            mask = torch.ones_like(ids)
+            mask[1, :9] = 0
+            for past, rows in ((0, 2), (30, 3)):
+                with self.subTest(name, past=past):
+                    cache, fresh = (self.cache(model, max_batch_size=3) for _ in range(2))
+                    for each in (cache, fresh) if past else ():
+                        model(ids[:, :past], attention_mask=mask[:, :past], past_key_values=each)
+                    hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+                    with self.assertRaises(OutOfMemory):
+                        model(ids[:, past:], attention_mask=mask, past_key_values=cache)
+                    hook.remove()
+                    again = ids[:rows, past:], {"attention_mask": mask[:rows]}
+                    message = f"of a pass that was interrupted; the cache now has {past},"
+                    with self.assertRaisesRegex(kvtier.FailedPreconditionError, message):
+                        model(again[0], past_key_values=cache, **again[1])
+                    self.assertEqual(cache.get_seq_length(), past)
+                    found = model(again[0], past_key_values=cache, **again[1]).logits
+                    expected = model(again[0], past_key_values=fresh, **again[1]).logits
+                    self.assertTrue(torch.equal(found, expected))
+
     def test_refuses_configurations(self) -> None:
         chunked = copy.deepcopy(CONFIGS["llama"])
         chunked.layer_types = ["full_attention", "chunked_attention", "full_attention"]

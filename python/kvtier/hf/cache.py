@@ -154,6 +154,7 @@ class KvtierCache(Cache):
             self.padding = []
         if mask is None or (past > 0 and query_length == 1 and mask.is_cuda):
             return
+        self.drop_part_of_pass()  # whose tokens no mask counts
         if mask.ndim != 2 or mask.shape[1] != length:
             raise invalid(
                 f"attention_mask: expected [batch, {length}] with past and new tokens, "
