@@ -19,9 +19,11 @@ import torch
 from lmcache.observability import LMCStatsMonitor
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.connector import CreateConnector
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from server import PATIENCE, Server, ServerTest
 
@@ -35,7 +37,7 @@ class Memory:
     def __init__(self) -> None:
         self.given: list[Any] = []
 
-    def allocate(self, shapes: Any, dtypes: Any, fmt: Any) -> Any:
+    def allocate(self, shapes: Any, dtypes: Any, fmt: Any, busy_loop: bool = True) -> Any:
         shape, dtype = shapes[0], dtypes[0]
         raw = torch.zeros(shape.numel() * dtype.itemsize, dtype=torch.uint8)
         metadata = MemoryObjMetadata(
@@ -63,7 +65,10 @@ def make_key(number: int, model: str) -> Any:
 class Process:
     """A remote backend, its event loop in a thread, and LMCache's memory."""
 
-    def __init__(self, server: Server, model: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self, server: Server, model: str, options: dict[str, Any], room: int | None = None
+    ) -> None:
+        """`room`: bytes of LMCache's own memory, of which `load` takes its objects then."""
         self.model = model
         self.memory = Memory()
         self.loop = asyncio.new_event_loop()
@@ -72,6 +77,7 @@ class Process:
         given = {"server": server.address, **PATIENT, **options}
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=CHUNK, remote_serde="naive", remote_storage_plugins=["kvtier"],
+            local_cpu=False, blocking_timeout_secs=PATIENCE,
             extra_config={
                 "remote_storage_plugin.kvtier.module_path": "kvtier.lmcache.connector",
                 "remote_storage_plugin.kvtier.class_name": "KvtierConnectorAdapter",
@@ -82,8 +88,11 @@ class Process:
             model, 1, 1, 0, 0, torch.bfloat16, (LAYERS, 2, CHUNK, HEADS, HEAD_DIM), chunk_size=CHUNK
         )
         self.parts = (config, metadata)
+        memory: Any = self.memory
+        if room is not None:
+            memory = LocalCPUBackend(config, memory_allocator=HostMemoryAllocator(room))
         self.backend = RemoteBackend(
-            config, metadata, self.loop, self.memory, "cpu", plugin_name="kvtier"
+            config, metadata, self.loop, memory, "cpu", plugin_name="kvtier"
         )
 
     def close(self) -> None:
@@ -119,8 +128,8 @@ class Process:
 
 
 class ConnectorTest(ServerTest):
-    def process(self, **options: Any) -> Process:
-        process = Process(self.server, self.id(), options)
+    def process(self, room: int | None = None, **options: Any) -> Process:
+        process = Process(self.server, self.id(), options, room)
         self.addCleanup(process.close)
         return process
 
@@ -150,6 +159,24 @@ class ConnectorTest(ServerTest):
         process.load([1, 2, 9])
         grown = [after - each for each, after in zip(before, counted())]
         self.assertEqual(grown, [2 * CHUNK * TOKEN_BYTES, 2 * CHUNK * TOKEN_BYTES, 1, 1])
+
+    def test_a_batch_that_does_not_fit_in_the_memory_comes_as_far_as_it_does(self) -> None:
+        writer, reader = self.process(), self.process(3 * CHUNK * TOKEN_BYTES, timeout=PATIENCE / 4)
+        numbers = [1, 2, 3, 4, 5]
+        writer.store(numbers)
+        for _ in range(2):  # the memory of the first is free again
+            self.assertEqual(reader.load(numbers), [True] * 3 + [False] * 2)
+        # Objects of others are waited for, and the event loop goes on meanwhile.
+        held = reader.backend.batched_get_blocking([reader.key(number) for number in (1, 2, 3)])
+        waiting = threading.Thread(target=lambda: found.extend(reader.load([4, 5])))
+        found: list[bool] = []
+        waiting.start()
+        asked = reader.backend.connection.exists(reader.key(1))
+        self.assertTrue(asyncio.run_coroutine_threadsafe(asked, reader.loop).result(PATIENCE))
+        for each in held:
+            each.ref_count_down()
+        waiting.join(PATIENCE)
+        self.assertEqual(found, [True, True])
 
     def test_a_part_of_a_chunk_has_its_own_shape(self) -> None:
         process = self.process()

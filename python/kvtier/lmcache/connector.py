@@ -18,6 +18,7 @@ from kvtier.identity import make_identity
 from kvtier.lmcache import _compat as _compat  # refuses releases that were not tested
 
 _PLUGIN = "kvtier"
+_ALLOCATE_AGAIN_AFTER = 0.01
 
 _logger = logging.getLogger("kvtier")
 
@@ -106,9 +107,7 @@ class KvtierConnector(RemoteConnector):
         """Returns the objects of the leading keys that have one."""
         found = await self.batched_get(keys)
         end = found.index(None) if None in found else len(found)
-        for each in found[end:]:
-            if each is not None:
-                each.ref_count_down()
+        _release(found[end:])
         return found[:end]
 
     async def put(self, key: Any, memory_obj: Any) -> None:
@@ -171,16 +170,13 @@ class KvtierConnector(RemoteConnector):
 
     async def _load(self, names: Sequence[bytes]) -> List[Any]:
         descriptions, reading = self._start_describing(names)
-        objects: List[Any] = [None] * len(names)
-        sizes = [0] * len(names)
         there = await asyncio.wrap_future(reading)
-        for i, good in enumerate(there):
-            found = _parse(descriptions[i]) if good else None
-            if found is None:
-                continue
-            objects[i] = self._memory.allocate(found.shapes, found.dtypes, found.fmt)
-            if objects[i] is not None:
-                sizes[i] = found.length
+        found = [_parse(each) if good else None for each, good in zip(descriptions, there)]
+        objects = await self._allocate(found)
+        sizes = [
+            0 if each is None or made is None else each.length
+            for each, made in zip(found, objects)
+        ]
         begun = []
         for size, at in _by_size(sizes):
             into = [memoryview(objects[i].byte_array).cast("B") for i in at]
@@ -204,6 +200,34 @@ class KvtierConnector(RemoteConnector):
                 objects[i] = None
         return objects
 
+    async def _allocate(self, descriptions: Sequence[Any]) -> List[Any]:
+        """Returns memory for each object that is described, or None from where it does not suffice.
+        Only the first is waited for, since the others may wait for what this batch itself has; and
+        not in LMCache, which would hold up the event loop."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._store.options.timeout
+        objects: List[Any] = [None] * len(descriptions)
+        try:
+            for i, each in enumerate(descriptions):
+                while each is not None and objects[i] is None:
+                    objects[i] = self._memory.allocate(
+                        each.shapes, each.dtypes, each.fmt, busy_loop=False
+                    )
+                    if objects[i] is None:
+                        if any(made is not None for made in objects) or loop.time() >= end:
+                            return objects
+                        await asyncio.sleep(_ALLOCATE_AGAIN_AFTER)
+        except BaseException:
+            _release(objects)
+            raise
+        return objects
+
+
+def _release(objects: Sequence[Any]) -> None:
+    for each in objects:
+        if each is not None:
+            each.ref_count_down()
+
 
 def _parse(description: bytearray) -> Any:
     """Returns a description of LMCache; None for one that this release does not know, as another may
@@ -218,9 +242,7 @@ def _parse(description: bytearray) -> Any:
 def _let_go(loading: asyncio.Future[list[Any]]) -> None:
     if loading.cancelled() or loading.exception() is not None:
         return
-    for each in loading.result():
-        if each is not None:
-            each.ref_count_down()
+    _release(loading.result())
 
 
 def _name(key: Any) -> bytes:
