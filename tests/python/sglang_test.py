@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.observability.metrics_collector import StorageMetricsCollector
+from sglang.srt.runtime_context import get_context
 
 PAGES = 24
 PAGE_TOKENS = 16
@@ -295,6 +296,18 @@ class SglangTest(ServerTest):
             storage = self.storage(other, model, **fields)
             self.assertEqual(storage.batch_exists([key(1)]), 0)
             self.assertEqual(storage.batch_get_v1([key(1)], slots(other, [2])), [False])
+
+    def test_dtypes_of_8_bits_do_not_meet(self) -> None:
+        pool = MhaPool("page_first")
+        pool.dtype = torch.uint8  # as SGLang has them
+        pool.kv_buffer = pool.kv_buffer.to(torch.uint8)
+        found = []
+        for dtype in ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3"):
+            with get_context().override_server_args(kv_cache_dtype=dtype):
+                storage = self.storage(pool)
+            found.append(storage.batch_exists([key(1)]))
+            storage.batch_set_v1([key(1)], slots(pool, [1]))
+        self.assertEqual(found, [0, 0, 1])
 
     def test_ranks_share_what_is_replicated(self) -> None:
         pool, state = MlaPool("page_first"), StatePool()

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvtier.chunks import ChunkGroup, ChunkStore
 from kvtier.errors import invalid
 from kvtier.identity import Field, make_identity
+from kvtier.sglang import _compat
 
 # Smaller buffers are copied together: the server keeps each in 4 KiB or a multiple.
 _MIN_SEGMENT_BYTES = 64 << 10
@@ -42,6 +43,8 @@ class StoredPool:
             "buffers": self._sizes,
             "flat": self._flat,
         }
+        if getattr(pool, "dtype", None) == torch.uint8:
+            shape["cache_dtypes"] = _compat.cache_dtypes()
         name = make_identity("sglang", {**identity, **shape})
         self.group: ChunkGroup = store.group(name, sum(self._sizes), segments)
 
