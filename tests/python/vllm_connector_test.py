@@ -78,6 +78,7 @@ class Engine:
         self.scheduler.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
         self.next = 1
         self.interrupted_at = ""  # a layer
+        self.microbatches = 1
         self.stores: list[list[bytes]] = []  # of each step
 
     def close(self) -> None:
@@ -152,10 +153,12 @@ class Engine:
             for number, layer in enumerate(LAYERS):
                 if layer == self.interrupted_at:
                     raise Interrupted
-                self.worker.wait_for_layer_load(layer)
-                for i in range(begin // TOKENS, -(-end // TOKENS)):  # as the model computes
-                    self.block(layer, blocks[i]).copy_(content(number, prompt[: i + 1]))
-                self.worker.save_kv_layer(layer, self.caches[layer], None)
+                now = range(begin // TOKENS, -(-end // TOKENS))
+                for batch in range(self.microbatches):
+                    self.worker.wait_for_layer_load(layer)
+                    for i in now[batch :: self.microbatches]:  # as the model computes
+                        self.block(layer, blocks[i]).copy_(content(number, prompt[: i + 1]))
+                    self.worker.save_kv_layer(layer, self.caches[layer], None)
         finally:  # as vLLM does
             self.worker.wait_for_save()
             self.worker.clear_connector_metadata()
@@ -306,6 +309,15 @@ class VllmConnectorTest(ServerTest):
         self.assertEqual(step(True), other.block_hashes)
         engine.scheduler.update_connector_output(SimpleNamespace(invalid_block_ids={2}))
         self.assertEqual([step(False), step(False)], [[], []])
+
+    def test_blocks_of_microbatches_are_stored_whole(self) -> None:
+        engine, reader = self.engine(), self.engine()
+        engine.microbatches = 2
+        prompt = [1, 2, 3, 4, 5]
+        engine.run(make_request("a", prompt), prompt)
+        self.stored(reader, prompt)
+        longer = [*prompt, 6]
+        self.assertEqual(reader.run(make_request("b", longer), longer), (5 * TOKENS, set()))
 
     def test_a_pass_that_is_interrupted_stores_nothing(self) -> None:
         engine, reader = self.engine(), self.engine()

@@ -393,16 +393,18 @@ class _Worker:
         cache[where] = source.to(cache.device, non_blocking=True)
 
     def stage(self, name: str, store: Transfer) -> None:
-        """Starts the copy of a layer's blocks to host memory."""
-        if not store.blocks or name not in self._caches or name in self._staged:
+        """Starts the copy of a layer's blocks to host memory, again where the layer runs more than
+        once: with microbatches no block need be whole before the last time."""
+        if not store.blocks or name not in self._caches:
             return
-        if self._staged_bytes > _MAX_STAGED_BYTES:
-            return
+        staged = self._staged.get(name)
+        if staged is None:
+            if self._staged_bytes > _MAX_STAGED_BYTES:
+                return
+            staged = self._staged[name] = self._stage_room(name, len(store.blocks))
         cache = self._caches[name]
-        staged = self._stage_room(name, len(store.blocks))
         where = torch.tensor(store.blocks, device=cache.device)
         staged.tensor.copy_(cache[where], non_blocking=True)
-        self._staged[name] = staged
 
     def end_step(self, store: Transfer) -> None:
         """Waits for copies from the GPU, and gives the blocks of the step to threads that store
@@ -412,7 +414,8 @@ class _Worker:
         if not store.blocks:
             return
         for name in self._names:
-            self.stage(name, store)
+            if name not in self._staged:
+                self.stage(name, store)
         staged, self._staged = self._staged, {}
         if len(staged) < len(self._names):
             self._store.count(unstored_chunks=len(store.blocks))  # the server is too slow
