@@ -309,6 +309,14 @@ class SglangTest(ServerTest):
             storage.batch_set_v1([key(1)], slots(pool, [1]))
         self.assertEqual(found, [0, 0, 1])
 
+    def test_says_that_it_clears_nothing(self) -> None:
+        pool = MhaPool("page_first")
+        storage = self.storage(pool)
+        storage.batch_set_v1([key(1)], slots(pool, [1]))
+        with self.assertRaisesRegex(NotImplementedError, "pages stay with the server"):
+            storage.clear()
+        self.assertTrue(storage.exists(key(1)))
+
     def test_ranks_share_what_is_replicated(self) -> None:
         pool, state = MlaPool("page_first"), StatePool()
         writer = self.storage(pool, tp_size=2, is_mla_model=True)

@@ -352,6 +352,14 @@ class VllmConnectorTest(ServerTest):
         request.skip_reading_prefix_cache = True
         self.assertEqual(engine.scheduler.get_num_new_matched_tokens(request, 0), (0, False))
 
+    def test_says_that_it_forgets_nothing(self) -> None:
+        engine = self.engine()
+        prompt = [1, 2, 3]
+        engine.run(make_request("a", prompt), prompt)
+        self.stored(engine, prompt)
+        self.assertIs(engine.scheduler.reset_cache(), False)
+        self.assertEqual(engine.matched(make_request("b", prompt)), 2 * TOKENS)
+
     def remove(self, engine: Engine, hash: bytes) -> None:
         """Removes a block of one layer from the server."""
         handshake = engine.worker.get_handshake_metadata()

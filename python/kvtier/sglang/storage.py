@@ -130,6 +130,13 @@ class KvtierStorage(HiCacheStorage):
     ) -> bool:
         raise _no_tensors("batch_set")
 
+    def clear(self) -> None:
+        """Raises: what is stored stays with the server, where others use it. SGLang logs that."""
+        raise NotImplementedError(
+            "kvtier: pages stay with the server, and are found for the same name of the model; "
+            "serve other weights under another name, or with another server"
+        )
+
     def get_stats(self) -> StorageMetrics:
         """Returns pages and GB/s of every batch since the last call that moved a page, for SGLang's
         own metrics; lookups and their hits SGLang counts itself."""

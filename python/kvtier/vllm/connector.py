@@ -27,6 +27,11 @@ from kvtier.vllm import _compat as _compat  # refuses releases that were not tes
 
 _MAX_STAGED_BYTES = 1 << 30  # of stores that the server has not taken yet; more are dropped
 
+_KEPT = (
+    "blocks stay with the server, and are found for the same name of the model; "
+    "serve other weights under another name, or with another server"
+)
+
 _logger = logging.getLogger("kvtier")
 
 
@@ -160,6 +165,11 @@ class KvtierConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.loads_failed(connector_output.invalid_block_ids or ())
+
+    def reset_cache(self) -> bool:
+        """Returns False: what is stored stays with the server, where others use it."""
+        _logger.warning("kvtier: %s", _KEPT)
+        return False
 
     def request_finished(
         self, request: Any, block_ids: Sequence[int]
