@@ -33,7 +33,9 @@ from vllm.v1.kv_offload.tiering.manager import (
 ROWS = 64
 
 
-def make_spec(model: str = "org/model", tp_size: int = 1, layers: int = 2) -> Any:
+def make_spec(
+    model: str = "org/model", tp_size: int = 1, layers: int = 2, layout: str | None = None
+) -> Any:
     """Returns of vLLM's specification what a tier reads, with the classes of this release."""
     names = tuple(f"layers.{i}" for i in range(layers))
     try:
@@ -50,7 +52,7 @@ def make_spec(model: str = "org/model", tp_size: int = 1, layers: int = 2) -> An
         ),
         replicated_layout=False,
         canonical_layout=False,
-        kv_cache_layout=None,
+        kv_cache_layout=layout,
     )
     for name in list(vars(config)):  # as far as this release has them
         if name not in offload.OffloadingConfig.__dataclass_fields__:
@@ -219,6 +221,17 @@ class VllmTest(ServerTest):
             engine = self.engine(**other)
             self.assertEqual(engine.lookup([make_key(1)]), [False])
             self.assertFalse(engine.load([1]))
+
+    def test_other_orders_of_heads_and_tokens_do_not_meet(self) -> None:
+        def spec(layout: str) -> Any:
+            return make_spec(self.id(), layout=layout)
+
+        if not hasattr(getattr(spec("LBNHC"), "config", None), "kv_cache_layout"):
+            self.skipTest("this release says nothing of the order")
+        writer = self.engine(spec=spec("LBNHC"))
+        self.assertTrue(writer.store([1]))
+        self.assertEqual(self.engine(spec=spec("LBHNC")).lookup([make_key(1)]), [False])
+        self.assertEqual(self.engine(spec=spec("LBNHC")).lookup([make_key(1)]), [True])
 
     def events(self, engine: Engine) -> list[tuple[list[bytes], bool]]:
         return [([bytes(key) for key in event.keys], event.removed)

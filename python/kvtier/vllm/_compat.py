@@ -61,7 +61,9 @@ def make_result(
 
 def identity_fields(spec: Any) -> dict[str, Any]:
     """Returns what vLLM itself keeps files of KV apart by: model, dtype, block sizes, layers by
-    group and, unless the bytes do not depend on them, parallel sizes and the rank."""
+    group and, unless the bytes do not depend on them, parallel sizes and the rank. Beside that the
+    order of heads and tokens in a block, which the backend of attention chooses, as far as the
+    release has it."""
     if "blocks_per_file" in _MAPPER_FIELDS:
         blocks = {"blocks_per_file": spec.blocks_per_chunk}
     else:
@@ -69,7 +71,9 @@ def identity_fields(spec: Any) -> dict[str, Any]:
     mapper = FileMapper.from_offloading_spec(
         root_dir="", offloading_spec=spec, parallel_agnostic=True, **blocks
     )
-    return {**mapper.fields, "rank": mapper.rank}
+    fields = {**mapper.fields, "rank": mapper.rank}
+    layout = getattr(getattr(spec, "config", None), "kv_cache_layout", None)
+    return fields if layout is None else {**fields, "kv_cache_layout": str(layout)}
 
 
 _EVENT_FIELDS = frozenset(inspect.signature(base.OffloadingEvent).parameters)
