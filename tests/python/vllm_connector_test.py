@@ -23,7 +23,9 @@ BLOCKS, TOKENS, HEADS, DIM = 32, 16, 2, 8
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn", "model.layers.2.attn")
 
 
-def make_config(server: Server, model: str, options: dict[str, Any], **parallel: int) -> Any:
+def make_config(
+    server: Server, model: str, options: dict[str, Any], served: str = "", **parallel: int
+) -> Any:
     """Returns of vLLM's configuration what a connector reads."""
     sizes = {"tensor_parallel_size": 1, "rank": 0, **parallel}
     return SimpleNamespace(
@@ -31,7 +33,7 @@ def make_config(server: Server, model: str, options: dict[str, Any], **parallel:
             kv_connector_extra_config={"server": server.address, **PATIENT, **options}
         ),
         parallel_config=SimpleNamespace(**sizes),
-        model_config=SimpleNamespace(model=model),
+        model_config=SimpleNamespace(model=model, served_model_name=served or model),
         cache_config=SimpleNamespace(block_size=TOKENS),
     )
 
@@ -227,6 +229,12 @@ class VllmConnectorTest(ServerTest):
             self.addCleanup(worker.shutdown)
             worker.register_kv_caches(writer.caches)
             self.assertNotEqual(worker.get_handshake_metadata().identity, identity)
+        worker = KvtierConnector(
+            make_config(self.server, "org/one", {}, "two"), KVConnectorRole.WORKER, make_cache_config()
+        )
+        self.addCleanup(worker.shutdown)
+        worker.register_kv_caches(writer.caches)
+        self.assertNotEqual(worker.get_handshake_metadata().identity, identity)
         halves = {name: torch.zeros((BLOCKS, 2, TOKENS, HEADS, DIM // 2)) for name in LAYERS}
         worker = KvtierConnector(
             make_config(self.server, "org/one", {}), KVConnectorRole.WORKER, make_cache_config()
