@@ -107,6 +107,8 @@ def _described(array: Any) -> tuple[int, tuple[int, ...], str]:
     if hasattr(array, "data_ptr"):  # of torch, whose interface knows no bfloat16
         if not array.is_cuda or not array.is_contiguous():
             raise invalid("array: expected a dense tensor on a GPU, found another")
+        if hasattr(array, "is_neg") and array.is_neg():
+            raise invalid("array: expected a tensor without negative bit (resolve_neg), found one with it")
         return array.data_ptr(), tuple(array.shape), str(array.dtype).rpartition(".")[2]
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None:

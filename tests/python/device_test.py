@@ -80,9 +80,12 @@ class OpenChannel:
 class TorchTensor:
     """What the client asks of one."""
 
-    def __init__(self, pointer: int, shape: tuple[int, ...], dtype: str, dense: bool = True) -> None:
+    def __init__(
+        self, pointer: int, shape: tuple[int, ...], dtype: str, dense: bool = True, negative: bool = False
+    ) -> None:
         self._pointer = pointer
         self._dense = dense
+        self._negative = negative
         self.shape = shape
         self.dtype = f"torch.{dtype}"
         self.is_cuda = True
@@ -92,6 +95,9 @@ class TorchTensor:
 
     def is_contiguous(self) -> bool:
         return self._dense
+
+    def is_neg(self) -> bool:
+        return self._negative
 
 
 class CupyArray:
@@ -169,6 +175,7 @@ class DeviceTest(unittest.TestCase):
             TorchTensor(BASE + 8, shape, "float16"),
             TorchTensor(BASE, shape, "float64"),
             TorchTensor(BASE, shape, "float16", dense=False),
+            TorchTensor(BASE, shape, "float16", negative=True),
             CupyArray(data=(BASE, False), shape=shape, typestr="<f4", strides=(512, 256, 8)),
             CupyArray(data=(BASE, False), shape=(), typestr="<f4"),
             np.zeros(shape, np.float32),
