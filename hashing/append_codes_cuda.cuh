@@ -58,7 +58,7 @@ __device__ void multiply_group(const CodeLayout<T>& layout, int slot, int head_d
   const unsigned planes =
       pool + static_cast<unsigned>(kParts * layout.part_bytes +
                                    (slot * kBlockPlanes + lane % 8) * layout.pitch + lane / 8 * 16);
-#pragma unroll 4
+#pragma unroll 1
   for (int step = 0; step < head_dim / 32; ++step) {
     unsigned a[2][kParts][4];
 #pragma unroll

@@ -346,10 +346,15 @@ class _Worker:
         parallel = self._config.parallel_config
         cache_config = self._config.cache_config
         attention = getattr(self._config, "attention_config", None)
+        model = self._config.model_config
+        # The model may be a folder, which has other weights on another machine.
+        served = getattr(model, "served_model_name", None) or model.model
+        named = {} if served == model.model else {"served_model_name": str(served)}
         identity = make_identity(
             "vllm-v1",
             {
-                "model": str(self._config.model_config.model),
+                **named,
+                "model": str(model.model),
                 "dtype": str(first.dtype),
                 "cache_dtype": str(getattr(cache_config, "cache_dtype", None)),
                 "backend": str(getattr(attention, "backend", None)),
