@@ -153,7 +153,8 @@ void DataConnection::read_more() {
 }
 
 void DataConnection::consume() {
-  if (reading_) return;
+  // A token that had come by the end would be used with nothing to give its attachment back.
+  if (reading_ || closed_) return;
   while (!ending_ && jobs_.empty()) {
     if (!frame_ && !begin_frame()) break;
     if (!frame_->complete()) break;

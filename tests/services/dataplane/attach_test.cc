@@ -1,10 +1,14 @@
+#include "services/dataplane/connection.h"
 #include "tests/services/base/certificates.h"
 #include "tests/services/dataplane/killed_client.h"
 #include "tests/services/dataplane/plane_fixture.h"
 
+#include <boost/asio/io_context.hpp>
 #include <gmock/gmock.h>
 
+#include <algorithm>
 #include <fcntl.h>
+#include <future>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -95,6 +99,59 @@ TEST_F(AttachTest, RefusesForgedTokens) {
     ASSERT_EQ(reason_with(forged), "UNAUTHENTICATED");
   }
   EXPECT_EQ(reason_with(good), "OK");
+}
+
+/// A client whose bytes arrive when the test says so.
+class LateClient final : public ByteStream {
+ public:
+  struct Read {
+    std::span<std::byte> into;
+    Handler done;
+  };
+  explicit LateClient(std::optional<Read>& read) : read_(read) {}
+
+  void start(std::function<void(const boost::system::error_code&)> done) override { done({}); }
+  void read_some(std::span<std::byte> into, Handler done) override {
+    read_ = {into, std::move(done)};
+  }
+  void write_some(std::span<const iovec> /*pieces*/, Handler /*done*/) override {}
+  std::ptrdiff_t try_write(std::span<const iovec> /*pieces*/,
+                           std::span<const int> /*descriptors*/) override {
+    return -1;
+  }
+  void close() override {}
+  [[nodiscard]] bool shares_memory() const noexcept override { return false; }
+
+ private:
+  std::optional<Read>& read_;
+};
+
+TEST_F(AttachTest, ATokenThatHasComeWhenItsConnectionEndsIsNotUsed) {
+  start();
+  boost::asio::io_context loop;
+  DataPlaneCounters counters;
+  ConnectionContext context{*core_, *pages_,  plane_->attachments(),
+                            {},     counters, std::chrono::steady_clock::now};
+  std::optional<LateClient::Read> read;
+  auto connection = std::make_shared<DataConnection>(
+      context, loop.get_executor(), std::make_unique<LateClient>(read), [](DataConnection&) {});
+  connection->start();
+  ASSERT_TRUE(read);
+  const std::string secret = token();
+  const auto control = std::as_bytes(std::span(secret));
+  const HeaderBytes header = encode_header(make_header(FrameType::kAttach, 0, 1, control, 0));
+  ASSERT_EQ(read->into.size(), header.size() + control.size());
+  std::ranges::copy(control, std::ranges::copy(header, read->into.begin()).out);
+
+  connection->close_now();
+  loop.poll();  // before it runs what has been read
+  LateClient::Read arrived = *std::exchange(read, std::nullopt);
+  arrived.done({}, arrived.into.size());
+  loop.restart();
+  loop.poll();
+
+  ASSERT_EQ(list(0).attachments_size(), 1);
+  EXPECT_FALSE(list(0).attachments(0).connected()) << "nothing would end it";
 }
 
 TEST_F(AttachTest, RefusesTheTokenOfAnotherProcess) {
