@@ -13,10 +13,15 @@
 #include <boost/asio/write.hpp>
 #include <boost/system/system_error.hpp>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cstdint>
 #include <cstring>
 #include <openssl/ssl.h>
 #include <openssl/x509v3.h>
+#include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 
 namespace kvtier::services {
@@ -29,6 +34,10 @@ using boost::system::error_code;
 
 [[noreturn]] void gone(const std::string& what) {
   throw ClientError(ErrorCode::kUnavailable, "data plane: " + what, "DISCONNECTED");
+}
+
+[[noreturn]] void late() {
+  throw ClientError(ErrorCode::kDeadlineExceeded, "data plane: no answer within the timeout", "");
 }
 
 void check(const error_code& error, const char* what) {
@@ -66,8 +75,7 @@ class AsioSocket : public DataSocket {
     if (!loop_.stopped()) {
       stream_.lowest_layer().close(failure);
       loop_.run();  // the handler has places here
-      throw ClientError(ErrorCode::kDeadlineExceeded, "data plane: no answer within the timeout",
-                        "");
+      late();
     }
     check(failure, what);
     return moved;
@@ -86,19 +94,35 @@ class AsioSocket : public DataSocket {
   Stream stream_;
 };
 
+/// Connects a Unix socket that blocks. Where the server has no room for more connections, the
+/// kernel waits as long as for a write; Asio has no wait for that.
+void connect_unix(int socket, const std::string& path, DataSocket::Deadline deadline) {
+  sockaddr_un address{};
+  if (path.size() >= sizeof(address.sun_path)) gone("the path of the socket is too long");
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, path.size());
+  using std::chrono::microseconds;
+  const auto left = std::max(
+      std::chrono::duration_cast<microseconds>(deadline - std::chrono::steady_clock::now()),
+      microseconds(1));  // 0 is without end
+  constexpr std::int64_t kSecond = 1'000'000;
+  const timeval longest{.tv_sec = left.count() / kSecond, .tv_usec = left.count() % kSecond};
+  (void)::setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &longest, sizeof(longest));
+  if (::connect(socket, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) return;
+  if (errno == EAGAIN) late();
+  gone(std::string(kNoServer) + std::strerror(errno));
+}
+
 /// Without TLS, over a Unix socket or TCP.
 class PlainSocket final : public AsioSocket<asio::generic::stream_protocol::socket> {
  public:
-  explicit PlainSocket(const std::string& path) {
-    if (path.size() >= sizeof(sockaddr_un::sun_path)) gone("the path of the socket is too long");
-    const asio::local::stream_protocol::endpoint address(path);
-    stream_.open(address.protocol());
+  PlainSocket(const std::string& path, Deadline deadline) {
+    stream_.open(asio::local::stream_protocol());
     constexpr int kSocketBytes = 4 << 20;
     error_code error;
     stream_.set_option(asio::socket_base::send_buffer_size(kSocketBytes), error);
     stream_.set_option(asio::socket_base::receive_buffer_size(kSocketBytes), error);
-    stream_.connect(address, error);
-    check(error, kNoServer);
+    connect_unix(stream_.native_handle(), path, deadline);
     check_peer(stream_.native_handle());
   }
   PlainSocket(const std::string& host, const std::string& port, Deadline deadline) {
@@ -167,7 +191,9 @@ class TlsSocket final : public AsioSocket<ssl::stream<tcp::socket>> {
 
 std::unique_ptr<DataSocket> connect(const std::string& endpoint, const DataSocket::Tls& tls,
                                     DataSocket::Deadline deadline) {
-  if (endpoint.starts_with("unix:")) return std::make_unique<PlainSocket>(endpoint.substr(5));
+  if (endpoint.starts_with("unix:")) {
+    return std::make_unique<PlainSocket>(endpoint.substr(5), deadline);
+  }
   const std::size_t colon = endpoint.rfind(':');
   if (!endpoint.starts_with("tcp:") || colon < 4) {
     throw Error(ErrorCode::kInvalidArgument,

@@ -154,6 +154,38 @@ TEST_F(AttachTest, ATokenThatHasComeWhenItsConnectionEndsIsNotUsed) {
   EXPECT_FALSE(list(0).attachments(0).connected()) << "nothing would end it";
 }
 
+TEST_F(AttachTest, AServerThatAcceptsNobodyIsWaitedForAsLongAsTheTimeout) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  socket().substr(5).copy(address.sun_path, sizeof(address.sun_path) - 1);
+  const auto open = [] { return Descriptor(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0)); };
+  const auto* const at = reinterpret_cast<const sockaddr*>(&address);
+  Descriptor server = open();
+  ASSERT_EQ(::bind(server.get(), at, sizeof(address)), 0);
+  ASSERT_EQ(::listen(server.get(), 0), 0);
+  std::vector<Descriptor> waiting;
+  do {
+    waiting.push_back(open());
+  } while (::connect(waiting.back().get(), at, sizeof(address)) == 0);
+
+  auto code = std::async(std::launch::async, [&]() -> std::optional<ErrorCode> {
+    try {
+      DataChannel({.endpoint = socket(),
+                   .token = std::string(kAttachTokenBytes, 't'),
+                   .tls = {},
+                   .timeout = std::chrono::milliseconds(50)});
+    } catch (const ClientError& error) {
+      return error.code();
+    }
+    return std::nullopt;
+  });
+
+  const bool ended = code.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
+  server.reset();  // ends it in any case
+  EXPECT_TRUE(ended);
+  EXPECT_EQ(code.get(), ErrorCode::kDeadlineExceeded);
+}
+
 TEST_F(AttachTest, RefusesTheTokenOfAnotherProcess) {
   start();
   EXPECT_EQ(reason_with(token(0, ::getpid() + 1)), "UNAUTHENTICATED");
