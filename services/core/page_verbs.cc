@@ -140,7 +140,6 @@ void execute(PageLease& lease, const v1::BatchCommitPagesRequest& request,
       return lease.pages.commit(lease, item.handle(), crc);
     });
   }
-  settle_pages(lease.pages, *response.mutable_items());
 }
 
 void execute(PageLease& lease, const v1::BatchAbortPagesRequest& request,
@@ -152,12 +151,8 @@ void execute(PageLease& lease, const v1::BatchAbortPagesRequest& request,
 
 void execute(PageLease& lease, const v1::BatchDeletePagesRequest& request,
              v1::BatchDeletePagesResponse& response) {
-  execute_once(lease.tenant.replies(), request, response, [&] {
-    check_at_most("handles", request.handles_size(), kMaxBatchPages);
-    for (const std::string& handle : request.handles()) {
-      attempt(*response.add_statuses(), [&] { lease.pages.remove(lease, handle); });
-    }
-    lease.pages.settle();
+  each_handle(lease, request, response, [&](const std::string& handle) {
+    attempt(*response.add_statuses(), [&] { lease.pages.remove(lease, handle); });
   });
 }
 
@@ -173,6 +168,18 @@ void execute(PageLease& lease, const v1::BatchUnpinPagesRequest& request,
   each_handle(lease, request, response, [&](const std::string& handle) {
     attempt(*response.add_statuses(), [&] { lease.pages.unpin(lease, handle); });
   });
+}
+
+void settle(PageLease& lease, v1::BatchCommitPagesResponse& response, std::function<void()> act) {
+  lease.pages.when_settled([&lease, &response, act = std::move(act)] {
+    set_durable(lease.pages, *response.mutable_items());
+    act();
+  });
+}
+
+void settle(PageLease& lease, v1::BatchDeletePagesResponse& /*response*/,
+            std::function<void()> act) {
+  lease.pages.when_settled(std::move(act));
 }
 
 }  // namespace kvtier::services

@@ -5,6 +5,7 @@
 #include "services/page_cache/page_lease.h"
 
 #include <cstdint>
+#include <functional>
 
 /// What calls do to the pages of one lease, on its strand. They throw with nothing changed; what
 /// fails of one item is in that item's answer.
@@ -32,5 +33,10 @@ void execute(PageLease& lease, const v1::BatchPinPagesRequest& request,
              v1::BatchPinPagesResponse& response);
 void execute(PageLease& lease, const v1::BatchUnpinPagesRequest& request,
              v1::BatchUnpinPagesResponse& response);
+
+/// Calls `act` when what was done is settled, as `TenantPages::when_settled`, and `response` says
+/// what is durable. `lease` and `response` must live until then.
+void settle(PageLease& lease, v1::BatchCommitPagesResponse& response, std::function<void()> act);
+void settle(PageLease& lease, v1::BatchDeletePagesResponse& response, std::function<void()> act);
 
 }  // namespace kvtier::services

@@ -171,7 +171,7 @@ bool ServiceCore::do_piece(const Call& call, SessionEntry& entry, const Work& wo
 template <typename Entry>
 void ServiceCore::queue(const CallRecord& arrival, const Call& call, std::size_t bytes,
                         const std::shared_ptr<Entry>& entry, Step step, const Done& done,
-                        QueueOptions queueing) {
+                        QueueOptions queueing, Settle settling) {
   constexpr bool kIsSession = std::is_same_v<Entry, SessionEntry>;
   std::shared_ptr<InflightReservation> reservation = admit_call(call, bytes);
   Call queued = call;
@@ -188,19 +188,28 @@ void ServiceCore::queue(const CallRecord& arrival, const Call& call, std::size_t
   ++entry->queued;
   try {
     entry->strand->enqueue(
-        queueing.start, [this, arrival, entry, counted, done, reservation = std::move(reservation),
-                         queued = std::move(queued), step = std::move(step),
-                         started = std::optional<TimePoint>()]() mutable {
+        queueing.start,
+        [this, arrival, entry, counted, done = done, reservation = std::move(reservation),
+         queued = std::move(queued), step = std::move(step), settling = std::move(settling),
+         started = std::optional<TimePoint>()]() mutable {
           if (!started) started = options_.now();
           bool has_ended = true;
           const std::optional<ServiceError> failure = failure_of([&] { has_ended = step(queued); });
           if (!has_ended) return false;
           step = nullptr;
-          renew(*entry);
-          --entry->queued;
-          entry->calls -= counted;
           reservation.reset();
-          finish(arrival, started, failure ? &*failure : nullptr, done);
+          const auto end = [this, arrival, entry, counted, started,
+                            done = std::move(done)](const ServiceError* error = nullptr) {
+            renew(*entry);
+            --entry->queued;
+            entry->calls -= counted;
+            finish(arrival, started, error, done);
+          };
+          if (failure || !settling) {
+            end(failure ? &*failure : nullptr);
+          } else if (failure_of([&] { settling(end); })) {
+            end();  // no memory to wait: the reply says what is durable by now
+          }
           return true;
         });
   } catch (...) {
@@ -210,6 +219,10 @@ void ServiceCore::queue(const CallRecord& arrival, const Call& call, std::size_t
     throw;
   }
 }
+
+template void ServiceCore::queue(const CallRecord&, const Call&, std::size_t,
+                                 const std::shared_ptr<PageLease>&, Step, const Done&, QueueOptions,
+                                 Settle);
 
 void ServiceCore::queue_on_session(const CallRecord& arrival, const Call& call,
                                    const std::string& name, std::size_t bytes, Work work,
@@ -624,19 +637,6 @@ template void ServiceCore::batch(const Call&, const v1::BatchDecodeRequest&,
                                  v1::BatchDecodeResponse&, Done);
 template void ServiceCore::batch(const Call&, const v1::BatchFetchRequest&, v1::BatchFetchResponse&,
                                  Done);
-
-void ServiceCore::queue_on_lease(const CallRecord& arrival, const Call& call,
-                                 const std::string& name, std::size_t bytes,
-                                 std::function<void(PageLease&)> work, const Done& done) {
-  const std::shared_ptr<PageLease> found = lease(call, name);
-  queue(arrival, call, bytes, found,
-        [this, &lease = *found, work = std::move(work)](const Call& queued) {
-          check_wanted(queued);
-          work(lease);
-          return true;
-        },
-        done, {});
-}
 
 void ServiceCore::run(const Call& call, const v1::OpenLeaseRequest& request,
                       v1::OpenLeaseResponse& response, Done done) {

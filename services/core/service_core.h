@@ -252,12 +252,14 @@ class ServiceCore {
   void check_wanted(const Call& call) const;
   /// Does a step of a queued call and returns whether it was the last.
   using Step = std::function<bool(const Call& call)>;
+  /// Calls `act` when a call that has succeeded may be answered, which holds no thread until then.
+  using Settle = std::function<void(std::function<void()> act)>;
   /// Admits a call and queues its steps on the strand of a session or a lease. Throws with nothing
   /// queued.
   template <typename Entry>
   void queue(const CallRecord& arrival, const Call& call, std::size_t bytes,
              const std::shared_ptr<Entry>& entry, Step step, const Done& done,
-             QueueOptions queueing);
+             QueueOptions queueing, Settle settling = nullptr);
   /// Finds a session, admits and queues; `verb(entry)`, which may return a call in pieces, runs on
   /// the session's strand. Returns whether it is queued.
   template <typename Verb>
@@ -335,15 +337,25 @@ class ServiceCore {
   void on_lease(const Call& call, const Request& request, Response& response, const Done& done) {
     const CallRecord arrival = arrive(call, rpc_name<Request>());
     try {
-      queue_on_lease(
-          arrival, call, request.lease(), request.ByteSizeLong(),
-          [&request, &response](PageLease& lease) { execute(lease, request, response); }, done);
+      const std::shared_ptr<PageLease> found = lease(call, request.lease());
+      Settle settling;
+      if constexpr (requires { settle(*found, response, nullptr); }) {
+        settling = [&lease = *found, &response](std::function<void()> act) {
+          settle(lease, response, std::move(act));
+        };
+      }
+      queue(
+          arrival, call, request.ByteSizeLong(), found,
+          [this, &lease = *found, &request, &response](const Call& queued) {
+            check_wanted(queued);
+            execute(lease, request, response);
+            return true;
+          },
+          done, {}, std::move(settling));
     } catch (...) {
       refuse(arrival, done);
     }
   }
-  void queue_on_lease(const CallRecord& arrival, const Call& call, const std::string& name,
-                      std::size_t bytes, std::function<void(PageLease&)> work, const Done& done);
 
   const ServiceCoreOptions options_;
   const TimePoint started_;

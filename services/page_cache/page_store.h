@@ -50,7 +50,7 @@ struct PageStoreOptions {
   std::shared_ptr<const PersistentArenas> kept{};
   /// Where copies of committed pages go, and are looked for; empty: nowhere.
   MakeBacking backing{};
-  /// `settle` waits for the disk.
+  /// `TenantPages::when_settled` waits for the disk.
   bool waits_for_disk = false;
 };
 

@@ -4,6 +4,7 @@
 #include "services/page_cache/tenant_pages.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace kvtier::services {
 namespace {
@@ -23,8 +24,7 @@ void fill_page(const PageInfo& from, v1::Page& to) {
   to.set_durable(from.durable);
 }
 
-void settle_pages(TenantPages& pages, google::protobuf::RepeatedPtrField<v1::PageResult>& items) {
-  pages.settle();
+void set_durable(TenantPages& pages, google::protobuf::RepeatedPtrField<v1::PageResult>& items) {
   for (v1::PageResult& item : items) {
     if (item.has_page()) {
       item.mutable_page()->set_durable(pages.is_durable(item.page().handle()));
@@ -100,10 +100,15 @@ void PageWriter::end_incomplete() {
              *response_.mutable_items(response_.items_size() - 1)->mutable_status());
 }
 
+void PageWriter::when_settled(std::function<void()> act) const {
+  if (pages_ == nullptr) return act();
+  pages_->when_settled(std::move(act));
+}
+
 v1::WritePagesResponse PageWriter::finish() {
   if (response_.items_size() > 0 && !ended_) end_incomplete();
   ended_ = true;
-  if (pages_ != nullptr) settle_pages(*pages_, *response_.mutable_items());
+  if (pages_ != nullptr) set_durable(*pages_, *response_.mutable_items());
   return std::move(response_);
 }
 

@@ -6,6 +6,7 @@
 #include "services/wire/message_pieces.h"
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,8 +27,8 @@ struct WriteMessage {
 
 /// Writes what the store knows of a page into its message.
 void fill_page(const PageInfo& from, v1::Page& to);
-/// Settles the tenant's pages, and says of those in `items` whether they are durable.
-void settle_pages(TenantPages& pages, google::protobuf::RepeatedPtrField<v1::PageResult>& items);
+/// Says of the pages in `items` whether they are durable by now.
+void set_durable(TenantPages& pages, google::protobuf::RepeatedPtrField<v1::PageResult>& items);
 
 /// Reads a WritePagesRequest without copying its data. Throws `kInvalidArgument` where it is none,
 /// and `ServiceError` for numbers below 0 and names that are too long.
@@ -42,8 +43,10 @@ class PageWriter {
   /// Writes the chunks of a message. What goes wrong with a page is kept for its result; throws
   /// INVALID_ARGUMENT for indices out of order and more pages than `max_pages`.
   void write(PageLease& lease, const WriteMessage& message, int max_pages);
-  /// Settles what was written, and returns the results of all pages: those that have no last chunk
-  /// are PAGE_INCOMPLETE.
+  /// Calls `act` when what was written is settled, as `TenantPages::when_settled`.
+  void when_settled(std::function<void()> act) const;
+  /// Returns the results of all pages: those that have no last chunk are PAGE_INCOMPLETE.
+  /// `when_settled` comes before.
   [[nodiscard]] v1::WritePagesResponse finish();
 
  private:

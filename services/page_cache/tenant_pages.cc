@@ -820,17 +820,6 @@ std::size_t TenantPages::clear_disk(Lock& lock) {
   return 1;
 }
 
-void TenantPages::await_tasks() {
-  Lock lock(mutex_);
-  const std::uint64_t last = num_tasks_;
-  task_done_.wait_until(lock, Clock::now() + backing_.write_time,
-                        [&] { return num_tasks_done_ >= last; });
-}
-
-void TenantPages::settle() {
-  if (options_.waits_for_disk && !backing_.empty()) await_tasks();
-}
-
 void TenantPages::when_settled(std::function<void()> act) {
   if (options_.waits_for_disk && !backing_.empty()) {
     const Lock lock(mutex_);
@@ -945,11 +934,11 @@ RemovedPages TenantPages::remove_unpinned() {
     std::this_thread::yield();  // to the tenant's calls, which need the lock
   }
   if (backing_.disk == nullptr) return removed;
-  {
-    const Lock lock(mutex_);
-    add_task({.kind = TierTask::Kind::kClear});
-  }
-  await_tasks();
+  Lock lock(mutex_);
+  add_task({.kind = TierTask::Kind::kClear});
+  const std::uint64_t last = num_tasks_;
+  task_done_.wait_until(lock, Clock::now() + backing_.write_time,
+                        [&] { return num_tasks_done_ >= last; });
   return removed;
 }
 

@@ -65,16 +65,14 @@ class TenantPages {
   /// as used. Without layers nothing is found.
   [[nodiscard]] FoundPages lookup(PageLease& lease, const PageQuery& query);
   [[nodiscard]] PinnedPage read(std::string_view handle, Verify verify);
-  /// With `waits_for_disk`: returns when what the tenant has committed until now is on the disk, or
-  /// could not be written, and after half a minute at most. Otherwise at once.
-  void settle();
-  /// As `settle`, without waiting: calls `act`, which must not throw or block, when that would
-  /// return. Perhaps at once, perhaps on another thread.
+  /// With `waits_for_disk`: calls `act` when what the tenant has committed and deleted until now is
+  /// done on the disk, or could not be, and after half a minute at most. Otherwise at once. `act`
+  /// must not throw or block, and may run on another thread.
   void when_settled(std::function<void()> act);
   /// Does what is to be done with the tiers, and ends the thread that does it. No page is committed
   /// or deleted any more.
   void finish() { writer_ = {}; }
-  /// Returns whether the disk has a committed page; `settle` comes before.
+  /// Returns whether the disk has a committed page; `when_settled` comes before.
   [[nodiscard]] bool is_durable(std::string_view handle);
   void close(PageLease& lease) noexcept;
 
@@ -154,8 +152,6 @@ class TenantPages {
   /// Removes all from the disk, and writes anew what the arena has.
   std::size_t clear_disk(Lock& lock);
   void write(std::span<PageSlot* const> pages, Lock& lock);
-  /// Waits until the tasks that there are now are done.
-  void await_tasks();
   /// Calls those who have waited for long enough.
   void call_waiters(TimePoint now);
 

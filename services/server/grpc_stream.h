@@ -157,10 +157,7 @@ class Stream : public RegisteredStream<Reactor> {
   using RegisteredStream<Reactor>::RegisteredStream;
 
   void OnReadDone(bool ok) override {
-    if (!ok) {
-      this->finish(at_end());
-      return;
-    }
+    if (!ok) return at_end();
     if constexpr (kIsBulk) this->moved(request_.Length());
     if (this->enter(StreamState::Phase::kWorking, [] {})) {
       work([this](const ServiceError* error) { worked(error); });
@@ -182,8 +179,8 @@ class Stream : public RegisteredStream<Reactor> {
   virtual void work(Done done) = 0;
   /// Called when a request has succeeded: reads the next, or writes first.
   virtual void go_on() = 0;
-  /// Returns the status of a call whose client has sent all.
-  virtual grpc::Status at_end() { return grpc::Status::OK; }
+  /// Ends a call whose client has sent all.
+  virtual void at_end() { this->finish(grpc::Status::OK); }
 
   void read_next() {
     this->enter(Phase::kReading, [this] {
@@ -249,8 +246,8 @@ template <typename Request>
 class CollectingStream final : public Stream<grpc::ServerReadReactor<Request>, Request> {
  public:
   using Work = std::function<void(const Request&, Done)>;
-  /// Fills the reply when the client has sent all.
-  using End = std::function<void()>;
+  /// Fills the reply when the client has sent all, then calls `done`, on any thread.
+  using End = std::function<void(std::function<void()> done)>;
 
   CollectingStream(StreamRegistry& registry, grpc::CallbackServerContext& context, Work work,
                    End end = nullptr)
@@ -263,9 +260,10 @@ class CollectingStream final : public Stream<grpc::ServerReadReactor<Request>, R
  private:
   void work(Done done) override { work_(this->request_, std::move(done)); }
   void go_on() override { this->read_next(); }
-  grpc::Status at_end() override {
-    if (end_) end_();
-    return grpc::Status::OK;
+  void at_end() override {
+    const auto finish = [this] { this->finish(grpc::Status::OK); };
+    if (!end_) return finish();
+    if (this->enter(StreamState::Phase::kWorking, [] {})) end_(finish);
   }
 
   Work work_;

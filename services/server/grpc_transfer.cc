@@ -10,7 +10,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace kvtier::services {
@@ -124,7 +126,13 @@ grpc::ServerReadReactor<ByteBuffer>* write_pages(ServiceCore& core, StreamRegist
               call, rpc_name<v1::WritePagesRequest>(),
               [&] { write(core, call, bytes, *writer, lease); }, done);
         },
-        [writer, &response] { response = buffer_of(writer->finish()); });
+        [writer, &response](std::function<void()> done) {
+          // The disk may take its time, for which this thread has others to serve.
+          writer->when_settled([writer, &response, done = std::move(done)] {
+            response = buffer_of(writer->finish());
+            done();
+          });
+        });
   });
 }
 

@@ -1,6 +1,8 @@
 #include "services/page_cache/tenant_pages.h"
 #include "tests/services/core/core_fixture.h"
+#include "tests/support/gated_tier.h"
 
+#include <future>
 #include <limits>
 
 namespace kvtier::services::testing {
@@ -115,6 +117,49 @@ TEST_F(CorePagesTest, GeometryThatIsNoneIsRefused) {
     request.set_page_bytes(bytes);
     EXPECT_EQ(reason_of(request), "INVALID_ARGUMENT") << bytes;
   }
+}
+
+TEST_F(CorePagesTest, CallsThatWaitForTheTiersHoldNoThread) {
+  using kvtier::testing::GatedTier;
+  using kvtier::testing::kPatience;
+  const auto servers = std::make_shared<GatedTier>();
+  ServiceCoreOptions options = this->options();
+  options.pages.waits_for_disk = true;
+  options.pages.backing = [servers](const Tenant& /*tenant*/) {
+    return PageBacking{.remote = {servers}, .write_time = std::chrono::seconds(1)};
+  };
+  make_core(std::move(options));
+  const std::string lease = open_lease();
+  const std::string handle = reserve(lease, {"a"}).items(0).page().handle();
+  const auto held = core_->lease(call(), lease);
+  held->pages.write(*held, handle, 0, std::vector<std::byte>(kPageBytes));
+  // Runs a call whose tier is kept waiting meanwhile.
+  const auto expect_waits = [&](GatedTier::Verb verb, const auto& request, auto& response) {
+    servers->hold_next(verb);
+    std::promise<std::string> reason;
+    core_->run(call(), request, response, [&](const ServiceError* error) {
+      reason.set_value(error == nullptr ? "OK" : error->reason());
+    });
+    executor_.run_all();  // returns at once
+    std::future<std::string> ended = reason.get_future();
+    EXPECT_EQ(ended.wait_for(std::chrono::seconds(0)), std::future_status::timeout);
+    EXPECT_TRUE(servers->await_held(verb));
+    servers->let_go(verb);
+    ASSERT_EQ(ended.wait_for(kPatience), std::future_status::ready);
+    EXPECT_EQ(ended.get(), "OK");
+  };
+
+  v1::BatchCommitPagesRequest commit;
+  commit.set_lease(lease);
+  commit.add_items()->set_handle(handle);
+  v1::BatchCommitPagesResponse committed;
+  expect_waits(GatedTier::Verb::kPut, commit, committed);
+  EXPECT_EQ(servers->size(), 1U);
+
+  const auto remove = of_handles<v1::BatchDeletePagesRequest>(lease, {handle});
+  v1::BatchDeletePagesResponse removed;
+  expect_waits(GatedTier::Verb::kRemove, remove, removed);
+  EXPECT_EQ(servers->size(), 0U);
 }
 
 TEST_F(CorePagesTest, RepeatedRequestsAreAnsweredNotExecuted) {

@@ -1,6 +1,7 @@
 #include "services/client/page_reads.h"
 #include "services/client/page_writes.h"
 #include "tests/services/dataplane/plane_fixture.h"
+#include "tests/support/gated_tier.h"
 #include "transfer/tiers/crc32c.h"
 
 #include <gmock/gmock.h>
@@ -8,8 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 
 namespace kvtier::services::testing {
@@ -280,46 +279,10 @@ TEST_F(PlanePages, AreWrittenFromStaging) {
   EXPECT_EQ(pages_->stats().reserved_pages, 4U);
 }
 
-/// A server elsewhere that keeps who puts a page waiting until it is let go.
-class StuckTier final : public PageTier {
- public:
-  void put(std::span<TierPut> /*pages*/, Deadline /*deadline*/) override {
-    std::unique_lock lock(mutex_);
-    is_stuck_ = true;
-    changed_.notify_all();
-    changed_.wait_for(lock, kPatience, [this] { return let_go_; });
-    is_stuck_ = false;
-  }
-  void get(std::span<TierGet> pages, Deadline /*deadline*/) override {
-    for (TierGet& page : pages) page.status = TierStatus::kMiss;
-  }
-  void remove(std::span<const PageKey> /*keys*/, Deadline /*deadline*/) override {}
-  [[nodiscard]] std::size_t max_page_bytes() const noexcept override { return kPageBytes; }
-  [[nodiscard]] TierStats stats() const override { return {}; }
-  [[nodiscard]] std::string describe() const override { return "stuck"; }
-
-  [[nodiscard]] bool await_put() {
-    std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, kPatience, [this] { return is_stuck_; });
-  }
-  [[nodiscard]] bool is_stuck() {
-    const std::lock_guard lock(mutex_);
-    return is_stuck_;
-  }
-  void let_go() {
-    const std::lock_guard lock(mutex_);
-    let_go_ = true;
-    changed_.notify_all();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool is_stuck_ = false, let_go_ = false;
-};
-
 TEST_F(PlanePages, ThatWaitForTheirTiersHoldUpNoOtherClient) {
-  const auto tier = std::make_shared<StuckTier>();
+  using kvtier::testing::GatedTier;
+  const auto tier = std::make_shared<GatedTier>();
+  tier->hold_next(GatedTier::Verb::kPut);
   lease_.reset();
   plane_.reset();
   pages_.reset();
@@ -338,12 +301,12 @@ TEST_F(PlanePages, ThatWaitForTheirTiersHoldUpNoOtherClient) {
   page.crc = crc32c(bytes);
   const std::uint64_t id =
       writer->send(FrameType::kWritePages, 0, encode(WriteBody{lease_->name, {page}}));
-  ASSERT_TRUE(tier->await_put());
+  ASSERT_TRUE(tier->await_held(GatedTier::Verb::kPut));
 
   const auto other = attach(1);
 
-  EXPECT_TRUE(tier->is_stuck());
-  tier->let_go();
+  EXPECT_TRUE(tier->is_held(GatedTier::Verb::kPut));
+  tier->let_go(GatedTier::Verb::kPut);
   EXPECT_EQ(decode_outcomes(writer->reply_to(id).control()).at(0).code, 0U);
 }
 

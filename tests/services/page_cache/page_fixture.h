@@ -2,6 +2,7 @@
 
 #include "services/page_cache/page_store.h"
 #include "services/page_cache/tenant_pages.h"
+#include "tests/support/eventually.h"
 #include "tests/support/random_bytes.h"
 #include "transfer/tiers/crc32c.h"
 
@@ -123,6 +124,12 @@ class PageStoreTest : public ::testing::Test {
       handles.push_back(std::move(info.handle));
     }
     return handles;
+  }
+  /// Returns when the tiers have what they are to have, of a store that waits for that.
+  void settle() {
+    std::promise<bool> settled;
+    lease_->pages.when_settled([&] { settled.set_value(true); });
+    EXPECT_TRUE(kvtier::testing::await(settled));
   }
   /// Turns one bit of a committed page, as failing memory would.
   void flip_bit(const std::string& handle, std::size_t bit) {

@@ -71,7 +71,6 @@ class StoredPagesTest : public PageStoreTest {
     }
     ASSERT_EQ(kvtier::testing::wait_for_exit(pid), 0);
   }
-  void settle() { lease_->pages.settle(); }
   /// Returns the bytes of the page that a hash finds, or nothing.
   std::optional<PageBytes> look_up(std::string_view hash) {
     const std::vector<std::string> handles = find(*lease_, {hash});

@@ -5,6 +5,7 @@
 #include "tests/services/server/raw_call.h"
 #include "tests/services/server/server_fixture.h"
 #include "tests/support/eventually.h"
+#include "tests/support/gated_tier.h"
 #include "transfer/tiers/crc32c.h"
 
 #include <grpcpp/create_channel.h>
@@ -13,6 +14,7 @@
 #include <array>
 #include <atomic>
 #include <random>
+#include <thread>
 
 namespace kvtier::services::testing {
 namespace {
@@ -27,6 +29,7 @@ class PagesTest : public ServerTest {
     ServerOptions options = this->options();
     options.core.pages.arena_bytes = std::int64_t{32} << 20;
     options.core.now = [this] { return std::chrono::steady_clock::now() + later_.load(); };
+    adjust(options);
     start(options);
     const auto channel = make_channel();
     pages_ = v1::PageService::NewStub(channel);
@@ -40,6 +43,7 @@ class PagesTest : public ServerTest {
     chunk_bytes_ = static_cast<std::size_t>(response.limits().max_transfer_bytes()) - 1024;
   }
 
+  virtual void adjust(ServerOptions& /*options*/) {}
   /// A connection of its own, with windows that stay as they are, as those of kvtier's clients: a
   /// server gets as far ahead of a reader in every step.
   [[nodiscard]] std::shared_ptr<grpc::Channel> make_channel() const {
@@ -104,6 +108,59 @@ class PagesTest : public ServerTest {
   std::string lease_;
   std::size_t chunk_bytes_ = 0;
 };
+
+/// Whose writers wait for servers elsewhere.
+class GatedPagesTest : public PagesTest {
+ protected:
+  using GatedTier = kvtier::testing::GatedTier;
+
+  void adjust(ServerOptions& options) override {
+    options.core.pages.waits_for_disk = true;
+    options.core.pages.backing = [servers = servers_](const Tenant& /*tenant*/) {
+      return PageBacking{.remote = {servers}, .write_time = kvtier::testing::kPatience};
+    };
+  }
+
+  const std::shared_ptr<GatedTier> servers_ = std::make_shared<GatedTier>();
+};
+
+TEST_F(GatedPagesTest, WritersThatWaitHoldUpNobody) {
+  constexpr std::size_t kWriters = 24;  // gRPC has 16 threads at most
+  constexpr std::int64_t kSmallPage = 4096;
+  v1::OpenLeaseRequest request;
+  request.set_page_bytes(kSmallPage);
+  v1::OpenLeaseResponse opened;
+  grpc::ClientContext context;
+  ASSERT_TRUE(pages_->OpenLease(&context, request, &opened).ok());
+  lease_ = opened.lease().name();
+  const std::vector<std::string> handles = reserve(std::vector<std::string>(kWriters));
+  servers_->hold_next(GatedTier::Verb::kPut);
+  const std::string first = reserve({"a"})[0];  // those without a hash are not put anywhere
+  const std::string bytes(kSmallPage, 'x');
+  std::array<v1::WritePagesResponse, kWriters> written;
+  std::vector<std::thread> writers;
+  for (std::size_t i = 0; i < kWriters; ++i) {
+    writers.emplace_back([&, i] {
+      grpc::ClientContext writing;
+      const auto stream = transfer_->WritePages(&writing, &written[i]);
+      (void)stream->Write(chunk_of(0, i == 0 ? first : handles[i], bytes, 0));
+      stream->WritesDone();
+      EXPECT_TRUE(stream->Finish().ok());
+    });
+    if (i == 0) {
+      EXPECT_TRUE(servers_->await_held(GatedTier::Verb::kPut));
+    }
+  }
+
+  const bool all_came = kvtier::testing::eventually(
+      [&] { return stats().committed_pages == kWriters; }, std::chrono::seconds(20));
+
+  EXPECT_TRUE(all_came);
+  EXPECT_TRUE(servers_->is_held(GatedTier::Verb::kPut));
+  servers_->let_go(GatedTier::Verb::kPut);
+  for (std::thread& writer : writers) writer.join();
+  for (const auto& response : written) EXPECT_EQ(response.items(0).status().code(), 0);
+}
 
 TEST_F(PagesTest, ComeBackAsTheyWereWritten) {
   const std::vector<std::string> handles = reserve({"a", "b"});
