@@ -51,10 +51,13 @@ class ReadJob : public PageJob {
         transfer_(request.pages.transfers(), plane_of(request), TransferDirection::kRead) {}
 
  protected:
-  /// Reads the next page, which is counted whether it is there or not.
-  [[nodiscard]] PinnedPage read() {
+  /// Reads the next page, which is counted whether it is there or not. `checked` grows by the bytes
+  /// that were read for its checksum.
+  [[nodiscard]] PinnedPage read(std::uint64_t& checked) {
     transfer_.page();
-    return pages_.read(tenant_, handle_of(descriptors_[next_]), verify_);
+    PinnedPage page = pages_.read(tenant_, handle_of(descriptors_[next_]), verify_);
+    if (verify_ == Verify::kYes) checked += page.bytes().size();
+    return page;
   }
   [[nodiscard]] bool at_end() const { return next_ == descriptors_.size(); }
   [[nodiscard]] std::uint32_t more() const { return at_end() ? 0U : kMore; }
@@ -76,12 +79,11 @@ class LocateJob final : public ReadJob {
       : ReadJob(request, std::move(descriptors)), is_mapped_(request.shares_memory) {}
   bool step(DataConnection& connection) override {
     std::vector<PageOutcome> outcomes;
-    std::uint64_t bytes = 0;  // that were read for their checksums
-    for (; !at_end() && outcomes.size() < kLookUpsPerStep && bytes < kBytesPerStep; ++next_) {
+    std::uint64_t checked = 0;
+    for (; !at_end() && outcomes.size() < kLookUpsPerStep && checked < kBytesPerStep; ++next_) {
       outcomes.push_back(outcome_of([&] {
-        const PinnedPage page = read();
+        const PinnedPage page = read(checked);
         if (is_mapped_) transfer_.moved(page.bytes().size());
-        if (verify_ == Verify::kYes) bytes += page.bytes().size();
         return PageOutcome{.crc = page.crc(),
                            .slot = page.slot(),
                            .generation = page.generation(),
@@ -105,11 +107,15 @@ class InlineReadJob final : public ReadJob {
     const auto kept = std::make_shared<Kept>(std::vector<PinnedPage>(), charge_);
     std::vector<PageOutcome> outcomes;
     std::vector<iovec> payload;
-    std::uint64_t bytes = 0;
-    for (; !at_end() && bytes < kBytesPerStep && payload.size() < kPagesPerFrame; ++next_) {
+    std::uint64_t bytes = 0, checked = 0;
+    const auto has_room = [&] {
+      return bytes < kBytesPerStep && checked < kBytesPerStep && payload.size() < kPagesPerFrame &&
+             outcomes.size() < kLookUpsPerStep;
+    };
+    for (; !at_end() && has_room(); ++next_) {
       const PageDescriptor& wanted = descriptors_[next_];
       outcomes.push_back(outcome_of([&] {
-        PinnedPage page = read();
+        PinnedPage page = read(checked);
         if (!lies_within({wanted.offset, wanted.bytes}, page.bytes().size())) {
           throw ServiceError::invalid("bytes", "a range of the page", std::to_string(wanted.bytes));
         }

@@ -190,6 +190,27 @@ TEST_F(PlanePages, AreReadFromTheSocketInManyFrames) {
   EXPECT_TRUE(eventually([&] { return pages_->stats().pinned_pages == 0; }));
 }
 
+TEST_F(PlanePages, WhoseChecksumsTheServerComparesAreReadInPartsHoweverFewBytesAreAskedFor) {
+  constexpr std::size_t kAtOnce = (4 << 20) / kPageBytes;
+  const auto channel = attach();
+  const std::string handle = store_page(*lease_, 1);
+  for (const std::uint64_t offset : {std::uint64_t{0}, std::uint64_t{kPageBytes} + 1}) {
+    std::vector<PageDescriptor> wanted(4 * kAtOnce, descriptor_of(handle, /*bytes=*/0));
+    for (PageDescriptor& one : wanted) one.offset = offset;
+    const std::uint64_t id =
+        channel->send(FrameType::kReadPages, kInline | kServerSums, encode(wanted));
+    std::size_t answered = 0;
+    for (bool more = true; more;) {
+      const DataChannel::Frame frame = channel->reply_to(id);
+      const std::size_t count = decode_outcomes(frame.control()).size();
+      EXPECT_LE(count, kAtOnce) << "others have their turn in between";
+      answered += count;
+      more = (frame.header.flags & kMore) != 0;
+    }
+    EXPECT_EQ(answered, wanted.size());
+  }
+}
+
 TEST_F(PlanePages, AreCountedByTheWayThatTheyTake) {
   using enum TransferPlane;
   constexpr auto kBytes = static_cast<std::uint64_t>(kPageBytes);
