@@ -640,7 +640,11 @@ void TenantPages::bring(const PageLease& lease, const PageQuery& query,
       const Lock lock(mutex_);
       for (const PageDigest& digest :
            digests.subspan(first, std::min(step, digests.size() - first))) {
-        if (find(digest) == nullptr) missing.push_back(digest);
+        if (PageSlot* page = find(digest)) {
+          slots_.touch(*page);  // what comes is to take the place of others
+        } else {
+          missing.push_back(digest);
+        }
       }
     }
     if (!wants_pages) {
@@ -659,9 +663,9 @@ void TenantPages::bring(const PageLease& lease, const PageQuery& query,
 std::size_t TenantPages::bring(std::span<const PageDigest> digests, std::uint64_t length,
                                PageTier::Deadline deadline) {
   std::vector<PageDigest> left(digests.begin(), digests.end());
-  const auto get = [&](PageTier& tier, std::vector<PageDigest> wanted, bool on_disk) {
-    if (wanted.empty()) return;
-    std::vector<std::byte> bytes(wanted.size() * length);
+  std::vector<std::byte> bytes;
+  const auto get_part = [&](PageTier& tier, std::span<const PageDigest> wanted, bool on_disk) {
+    bytes.resize(std::max(bytes.size(), wanted.size() * length));
     std::vector<TierGet> gets;
     for (std::size_t i = 0; i < wanted.size(); ++i) {
       gets.push_back({.key = PageBacking::key_of(wanted[i]),
@@ -674,14 +678,22 @@ std::size_t TenantPages::bring(std::span<const PageDigest> digests, std::uint64_
       std::erase(left, wanted[i]);
     }
   };
+  // The pages of one hash, of many layers, may be far more than what goes at once.
+  const auto get = [&](PageTier& tier, const std::vector<PageDigest>& all, bool on_disk) {
+    for (std::span<const PageDigest> rest(all); !rest.empty();) {
+      const std::size_t count = std::min(rest.size(), pages_at_once(length));
+      get_part(tier, rest.first(count), on_disk);
+      rest = rest.subspan(count);
+    }
+  };
   if (backing_.disk != nullptr) {
     std::vector<PageDigest> there;
     std::ranges::copy_if(left, std::back_inserter(there), [&](const PageDigest& digest) {
       return on_disk(digest, static_cast<std::int64_t>(length));
     });
-    get(*backing_.disk, std::move(there), /*on_disk=*/true);
+    get(*backing_.disk, there, /*on_disk=*/true);
   }
-  for (const auto& tier : backing_.remote) get(*tier, left, /*on_disk=*/false);
+  for (const auto& tier : backing_.remote) get(*tier, std::vector(left), /*on_disk=*/false);
   return digests.size() - left.size();
 }
 

@@ -1,6 +1,7 @@
 #include "services/page_cache/page_backing.h"
 #include "tests/services/page_cache/page_fixture.h"
 #include "tests/support/fault_tier.h"
+#include "tests/support/gated_tier.h"
 #include "tests/support/program.h"
 #include "transfer/tiers/sealed_file_tier.h"
 
@@ -18,7 +19,9 @@ namespace kvtier::services::testing {
 namespace {
 
 namespace fs = std::filesystem;
+using kvtier::testing::GatedTier;
 using kvtier::testing::kPatience;
+using Verb = GatedTier::Verb;
 using ::testing::Each;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
@@ -412,6 +415,52 @@ TEST_F(StoredPagesTest, StoresThatShareServersFindEachOthersPages) {
   const std::vector<std::string_view> hashes{"a"};
   EXPECT_THAT(lease->pages.lookup(*lease, {.layers = {&layer, 1}, .hashes = hashes}).hits,
               Each(false));
+}
+
+/// A store whose pages are on servers elsewhere, which a test can keep waiting.
+class GatedPagesTest : public PageStoreTest {
+ protected:
+  void SetUp() override { make_store(gated_options()); }
+  void TearDown() override {
+    for (const Verb verb : {Verb::kPut, Verb::kGet, Verb::kRemove}) servers_->let_go(verb);
+    PageStoreTest::TearDown();
+    lease_.reset();
+    store_.reset();
+  }
+  PageStoreOptions gated_options() {
+    PageStoreOptions options = small_options();
+    options.waits_for_disk = true;
+    options.backing = [servers = servers_](const Tenant& /*tenant*/) {
+      return PageBacking{.remote = {servers}, .read_time = kPatience, .write_time = kPatience};
+    };
+    return options;
+  }
+
+  const std::shared_ptr<GatedTier> servers_ = std::make_shared<GatedTier>();
+};
+
+TEST_F(GatedPagesTest, ALookupAsksForFewPagesAtOnceHoweverManyLayersItHas) {
+  constexpr std::int64_t kLargePage = std::int64_t{4} << 20;
+  PageStoreOptions options = gated_options();
+  options.extent_bytes = kLargePage;
+  options.arena_bytes = 64 * kLargePage;
+  make_store(options);
+  const auto lease = open(alpha_, "model", kLargePage);
+  std::vector<std::uint32_t> layers(24);
+  for (std::uint32_t i = 0; i < layers.size(); ++i) layers[i] = i;
+  const std::vector<std::string_view> hashes{"a"};
+
+  (void)lease->pages.lookup(*lease, {.layers = layers, .hashes = hashes});
+
+  EXPECT_EQ(servers_->most_got(), std::size_t{16} << 20);
+}
+
+TEST_F(GatedPagesTest, ALookupDoesNotDriveOutWhatItHasFound) {
+  for (std::uint64_t i = 0; i < kPages; ++i) (void)put(std::to_string(i), i);
+  settle();
+  for (std::uint64_t i = 0; i < kPages / 2; ++i) (void)put("", 100 + i);  // 0 to 3 go
+
+  EXPECT_THAT(find(*lease_, {"4", "5", "6", "7", "0", "1", "2", "3"}), SizeIs(kPages));
 }
 
 TEST_F(StoredPagesTest, ADiskThatCannotBeUsedIsRefused) {
