@@ -36,6 +36,12 @@ std::size_t pages_at_once(std::uint64_t bytes) {
 
 constexpr int kRemovedAtOnce = 256;
 
+/// Tasks for the tiers, beside twice those that are of use, among which may be some of pages that
+/// have gone.
+constexpr std::size_t kMostStaleTasks = 1024;
+/// Deletions that wait for the tiers.
+constexpr std::size_t kMostRemovals = 65536;
+
 }  // namespace
 
 ServiceError lease_ended() {
@@ -441,9 +447,7 @@ void TenantPages::remove(PageLease& lease, std::string_view handle) {
   const Lock lock(mutex_);
   if (lease.closed) throw lease_ended();
   PageSlot& page = committed_at(handle);
-  if (!backing_.empty() && page.digest) {
-    add_task({.kind = TierTask::Kind::kRemove, .digest = *page.digest});
-  }
+  if (!backing_.empty() && page.digest) remove_from_tiers(*page.digest);
   ++counters_.pages_deleted;
   release(page);
 }
@@ -519,7 +523,8 @@ FoundPages TenantPages::lookup(PageLease& lease, const PageQuery& query) {
     for (std::size_t j = 0; hit && j < layers; ++j) {
       const PageDigest& digest = digests[i * layers + j];
       pages[j] = find(digest);
-      hit = pages[j] != nullptr || (!wants_pages && on_disk(digest, lease.config.page_bytes));
+      hit = pages[j] != nullptr || (!wants_pages && !removing_.contains(digest) &&
+                                    on_disk(digest, lease.config.page_bytes));
     }
     if (!hit) {
       counters_.lookup_misses += query.prefix ? query.hashes.size() - i : 1;
@@ -634,6 +639,7 @@ void TenantPages::bring(const PageLease& lease, const PageQuery& query,
   std::size_t room = static_cast<std::size_t>(options_.arena_bytes) / 2 / length;
   const std::size_t layers = query.layers.size();
   const std::size_t step = std::max<std::size_t>(pages_at_once(length) / layers, 1) * layers;
+  Asking asking(*this);
   for (std::size_t first = 0; first < digests.size(); first += step) {
     std::vector<PageDigest> missing;
     {
@@ -642,7 +648,7 @@ void TenantPages::bring(const PageLease& lease, const PageQuery& query,
            digests.subspan(first, std::min(step, digests.size() - first))) {
         if (PageSlot* page = find(digest)) {
           slots_.touch(*page);  // what comes is to take the place of others
-        } else {
+        } else if (!removing_.contains(digest)) {
           missing.push_back(digest);
         }
       }
@@ -654,14 +660,14 @@ void TenantPages::bring(const PageLease& lease, const PageQuery& query,
     }
     if (missing.empty()) continue;
     if (missing.size() > room) missing.resize(room);
-    const std::size_t brought = bring(missing, length, deadline);
+    const std::size_t brought = bring(missing, length, deadline, asking);
     room -= brought;
     if (room == 0 || Clock::now() >= deadline || (query.prefix && brought < missing.size())) return;
   }
 }
 
 std::size_t TenantPages::bring(std::span<const PageDigest> digests, std::uint64_t length,
-                               PageTier::Deadline deadline) {
+                               PageTier::Deadline deadline, const Asking& asking) {
   std::vector<PageDigest> left(digests.begin(), digests.end());
   std::vector<std::byte> bytes;
   const auto get_part = [&](PageTier& tier, std::span<const PageDigest> wanted, bool on_disk) {
@@ -674,7 +680,7 @@ std::size_t TenantPages::bring(std::span<const PageDigest> digests, std::uint64_
     tier.get(gets, deadline);
     for (std::size_t i = 0; i < wanted.size(); ++i) {
       if (gets[i].status != TierStatus::kOk) continue;
-      adopt(wanted[i], gets[i].bytes, on_disk);
+      adopt(wanted[i], gets[i].bytes, on_disk, asking);
       std::erase(left, wanted[i]);
     }
   };
@@ -697,9 +703,10 @@ std::size_t TenantPages::bring(std::span<const PageDigest> digests, std::uint64_
   return digests.size() - left.size();
 }
 
-void TenantPages::adopt(const PageDigest& digest, std::span<const std::byte> bytes, bool on_disk) {
+void TenantPages::adopt(const PageDigest& digest, std::span<const std::byte> bytes, bool on_disk,
+                        const Asking& asking) {
   Lock lock(mutex_);
-  if (find(digest) != nullptr) return;
+  if (find(digest) != nullptr || asking.has_lost(digest)) return;
   PageSlot* taken = nullptr;
   try {
     taken = &take(bytes.size());
@@ -712,7 +719,9 @@ void TenantPages::adopt(const PageDigest& digest, std::span<const std::byte> byt
   const std::uint32_t crc = crc32c_copy(arena_.page(page.slot, page.length), bytes);
   lock.lock();
   page.busy = false;
-  if (page.delete_pending || find(digest) != nullptr) return release(page);
+  if (page.delete_pending || find(digest) != nullptr || asking.has_lost(digest)) {
+    return release(page);
+  }
   page.crc = crc;
   page.written = page.length;
   page.digest = digest;
@@ -725,10 +734,57 @@ void TenantPages::adopt(const PageDigest& digest, std::span<const std::byte> byt
 
 // ---- to the tiers
 
-void TenantPages::add_task(const TierTask& task) {
+TenantPages::Asking::Asking(TenantPages& pages) : pages_(pages) {
+  const Lock lock(pages_.mutex_);
+  pages_.asking_.push_back(this);
+}
+
+TenantPages::Asking::~Asking() {
+  const Lock lock(pages_.mutex_);
+  std::erase(pages_.asking_, this);
+}
+
+bool TenantPages::Asking::has_lost(const PageDigest& digest) const {
+  return std::ranges::find(lost_, digest) != lost_.end();
+}
+
+void TenantPages::add_task(TierTask task) {
+  if (tasks_.size() >= many_tasks_) drop_stale_tasks();
+  task.number = num_tasks_ + 1;
   tasks_.push_back(task);
   ++num_tasks_;
   task_added_.notify_one();
+}
+
+PageSlot* TenantPages::page_of(const TierTask& task) noexcept {
+  PageSlot* page = slots_.at(task.page.first);
+  const bool is_there = page != nullptr && page->generation == task.page.second &&
+                        page->state == PageState::kCommitted && !page->delete_pending;
+  return is_there ? page : nullptr;
+}
+
+void TenantPages::drop_stale_tasks() {
+  counters_.unwritten += std::erase_if(tasks_, [this](const TierTask& task) {
+    return task.kind == TierTask::Kind::kWrite && page_of(task) == nullptr;
+  });
+  many_tasks_ = 2 * tasks_.size() + kMostStaleTasks;
+}
+
+void TenantPages::remove_from_tiers(const PageDigest& digest) {
+  for (Asking* asking : asking_) asking->lost_.push_back(digest);
+  // Where one is to be removed already, nothing has been written since.
+  if (removing_.contains(digest)) return;
+  if (removing_.size() >= kMostRemovals) {
+    throw ServiceError::overloaded("TIERS_BUSY",
+                                   "too many deletions wait for the disk or the servers");
+  }
+  const auto place = removing_.insert(digest).first;
+  try {
+    add_task({.kind = TierTask::Kind::kRemove, .digest = digest});
+  } catch (...) {
+    removing_.erase(place);
+    throw;
+  }
 }
 
 void TenantPages::keep_writing(const std::stop_token& ending) {
@@ -736,15 +792,16 @@ void TenantPages::keep_writing(const std::stop_token& ending) {
   while (task_added_.wait(lock, ending, [this] { return !tasks_.empty(); })) {
     switch (tasks_.front().kind) {
       case TierTask::Kind::kWrite:
-        num_tasks_done_ += write_pages(lock);
+        write_pages(lock);
         break;
       case TierTask::Kind::kRemove:
-        num_tasks_done_ += remove_pages(lock);
+        remove_pages(lock);
         break;
       case TierTask::Kind::kClear:
-        num_tasks_done_ += clear_disk(lock);
+        clear_disk(lock);
         break;
     }
+    num_tasks_done_ = tasks_.empty() ? num_tasks_ : tasks_.front().number - 1;
     task_done_.notify_all();
     lock.unlock();
     call_waiters(TimePoint::min());  // those who have waited too long are called by `expire`
@@ -752,15 +809,12 @@ void TenantPages::keep_writing(const std::stop_token& ending) {
   }
 }
 
-std::size_t TenantPages::write_pages(Lock& lock) {
+void TenantPages::write_pages(Lock& lock) {
   std::vector<PageSlot*> pages;
-  std::size_t taken = 0;
-  for (std::uint64_t bytes = 0; !tasks_.empty() && bytes < kBatchBytes; ++taken) {
+  for (std::uint64_t bytes = 0; !tasks_.empty() && bytes < kBatchBytes;) {
     const TierTask& task = tasks_.front();
     if (task.kind != TierTask::Kind::kWrite) break;
-    PageSlot* page = slots_.at(task.page.first);
-    if (page != nullptr && page->generation == task.page.second &&
-        page->state == PageState::kCommitted && !page->delete_pending) {
+    if (PageSlot* page = page_of(task)) {
       pages.push_back(page);
       add_pin(*page);
       bytes += page->length;
@@ -770,7 +824,6 @@ std::size_t TenantPages::write_pages(Lock& lock) {
     tasks_.pop_front();
   }
   write(pages, lock);
-  return taken;
 }
 
 void TenantPages::write(std::span<PageSlot* const> pages, Lock& lock) {
@@ -806,20 +859,23 @@ void TenantPages::write(std::span<PageSlot* const> pages, Lock& lock) {
   }
 }
 
-std::size_t TenantPages::remove_pages(Lock& lock) {
+void TenantPages::remove_pages(Lock& lock) {
+  std::vector<PageDigest> digests;
   std::vector<kvtier::PageKey> keys;
-  while (!tasks_.empty() && tasks_.front().kind == TierTask::Kind::kRemove) {
-    keys.push_back(PageBacking::key_of(tasks_.front().digest));
+  while (!tasks_.empty() && tasks_.front().kind == TierTask::Kind::kRemove &&
+         keys.size() < kBatchPages) {  // what one deadline is enough for
+    digests.push_back(tasks_.front().digest);
+    keys.push_back(PageBacking::key_of(digests.back()));
     tasks_.pop_front();
   }
   lock.unlock();
   if (backing_.disk != nullptr) backing_.disk->remove(keys, Clock::now() + backing_.read_time);
   for (const auto& tier : backing_.remote) tier->remove(keys, Clock::now() + backing_.read_time);
   lock.lock();
-  return keys.size();
+  for (const PageDigest& digest : digests) removing_.erase(digest);
 }
 
-std::size_t TenantPages::clear_disk(Lock& lock) {
+void TenantPages::clear_disk(Lock& lock) {
   tasks_.pop_front();
   lock.unlock();
   backing_.disk->clear();
@@ -829,7 +885,6 @@ std::size_t TenantPages::clear_disk(Lock& lock) {
     page->durable = false;
     add_task({.page = {page->slot, page->generation}});
   }
-  return 1;
 }
 
 void TenantPages::when_settled(std::function<void()> act) {

@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <set>
 #include <stop_token>
 #include <thread>
 #include <utility>
@@ -52,8 +53,9 @@ class TenantPages {
                   std::optional<std::uint32_t> crc = std::nullopt);
   /// Gives a reservation back.
   void abort(PageLease& lease, std::string_view handle);
-  /// Deletes a committed page of the tenant: its handle and key find it no more. Its bytes stay as
-  /// long as it is pinned.
+  /// Deletes a committed page of the tenant: its handle and key find it no more, also while the
+  /// tiers still have it. Its bytes stay as long as it is pinned. Throws RESOURCE_EXHAUSTED
+  /// (TIERS_BUSY) while too many deletions wait for the tiers.
   void remove(PageLease& lease, std::string_view handle);
   RemovedPages remove_unpinned();
   /// Keeps a committed page from eviction, until as many `unpin` or the end of the lease.
@@ -97,8 +99,24 @@ class TenantPages {
   struct TierTask {
     enum class Kind : std::uint8_t { kWrite, kRemove, kClear };
     Kind kind = Kind::kWrite;
-    Reservation page{};   ///< Of kWrite; it may have gone since.
-    PageDigest digest{};  ///< Of kRemove.
+    Reservation page{};        ///< Of kWrite; it may have gone since.
+    PageDigest digest{};       ///< Of kRemove.
+    std::uint64_t number = 0;  ///< Of `num_tasks_`.
+  };
+  /// A lookup that asks the tiers, so that it brings nothing that is deleted meanwhile. Made and
+  /// ended without the mutex.
+  class Asking {
+   public:
+    explicit Asking(TenantPages& pages);
+    ~Asking();
+    Asking(const Asking&) = delete;  // pages hold its address
+    Asking& operator=(const Asking&) = delete;
+    [[nodiscard]] bool has_lost(const PageDigest& digest) const;
+
+   private:
+    friend class TenantPages;
+    TenantPages& pages_;
+    std::vector<PageDigest> lost_;  ///< Deleted since it began. Guarded by the mutex.
   };
 
   /// Of `when_settled`.
@@ -138,19 +156,27 @@ class TenantPages {
   void bring(const PageLease& lease, const PageQuery& query, std::span<const PageDigest> digests);
   /// Brings these pages, and returns how many of them there are now.
   std::size_t bring(std::span<const PageDigest> digests, std::uint64_t length,
-                    PageTier::Deadline deadline);
+                    PageTier::Deadline deadline, const Asking& asking);
   /// Stores a page of a tier in the arena; nothing, where there is no room.
-  void adopt(const PageDigest& digest, std::span<const std::byte> bytes, bool on_disk);
+  void adopt(const PageDigest& digest, std::span<const std::byte> bytes, bool on_disk,
+             const Asking& asking);
   /// Returns whether the disk has a page.
   [[nodiscard]] bool on_disk(const PageDigest& digest, std::int64_t bytes) const;
-  void add_task(const TierTask& task);
+  void add_task(TierTask task);
+  /// Returns the page that a task is to write, or null where it has gone.
+  [[nodiscard]] PageSlot* page_of(const TierTask& task) noexcept;
+  /// Forgets to write pages that have gone.
+  void drop_stale_tasks();
+  /// Has the tiers delete a page, and all lookups miss it from now on. Throws RESOURCE_EXHAUSTED
+  /// (TIERS_BUSY).
+  void remove_from_tiers(const PageDigest& digest);
   /// Does the tasks as they come, until `ending` is requested and none is left.
   void keep_writing(const std::stop_token& ending);
-  // Those of one kind at the front of the queue: return how many.
-  std::size_t write_pages(Lock& lock);
-  std::size_t remove_pages(Lock& lock);
+  // Those of one kind at the front of the queue, as many as go at once.
+  void write_pages(Lock& lock);
+  void remove_pages(Lock& lock);
   /// Removes all from the disk, and writes anew what the arena has.
-  std::size_t clear_disk(Lock& lock);
+  void clear_disk(Lock& lock);
   void write(std::span<PageSlot* const> pages, Lock& lock);
   /// Calls those who have waited for long enough.
   void call_waiters(TimePoint now);
@@ -197,7 +223,10 @@ class TenantPages {
   std::uint32_t next_scrubbed_ = 0;                   ///< Unit.
   PageStats counters_;                                ///< Its counters alone.
   std::deque<TierTask> tasks_;                        ///< Of the writer, in their order.
+  std::size_t many_tasks_ = 0;                        ///< From so many on some may be stale.
   std::uint64_t num_tasks_ = 0, num_tasks_done_ = 0;  ///< Ever.
+  std::set<PageDigest> removing_;                     ///< Of tasks that are not done.
+  std::vector<Asking*> asking_;
   std::vector<Waiter> waiters_;
   std::condition_variable_any task_added_;
   std::condition_variable task_done_;

@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <future>
 #include <map>
 #include <unistd.h>
 
@@ -435,9 +436,55 @@ class GatedPagesTest : public PageStoreTest {
     };
     return options;
   }
+  /// Drives all other pages out of memory.
+  void fill_memory() {
+    for (std::uint64_t i = 0; i < kPages; ++i) (void)put("", 100 + i);
+  }
+  std::vector<std::string> find_one(std::string_view hash) { return find(*lease_, {hash}); }
+  std::string reason_of_removal(const std::string& handle) {
+    return reason_of([&] {
+      lease_->pages.remove(*lease_, handle);
+      return 0;
+    });
+  }
 
   const std::shared_ptr<GatedTier> servers_ = std::make_shared<GatedTier>();
 };
+
+TEST_F(GatedPagesTest, DeletedPagesAreNotBroughtBackBeforeTheServersHaveDeletedThem) {
+  const PageInfo page = put("a", 1);
+  settle();
+  servers_->hold_next(Verb::kRemove);
+  lease_->pages.remove(*lease_, page.handle);
+  ASSERT_TRUE(servers_->await_held(Verb::kRemove));
+
+  EXPECT_THAT(find_one("a"), IsEmpty());
+  EXPECT_FALSE(put("a", 2).existed) << "the bytes that were deleted take the place of new ones";
+  EXPECT_EQ(get(alpha_, find_one("a").at(0)), bytes_of(2));
+
+  servers_->let_go(Verb::kRemove);
+  settle();
+  fill_memory();
+  EXPECT_EQ(get(alpha_, find_one("a").at(0)), bytes_of(2));
+}
+
+TEST_F(GatedPagesTest, APageThatIsDeletedWhileALookupReadsItIsNotFoundAfterwards) {
+  (void)put("a", 1);
+  settle();
+  fill_memory();
+  servers_->hold_next(Verb::kGet);
+  std::future<std::vector<std::string>> slow =
+      std::async(std::launch::async, [&] { return find_one("a"); });
+  ASSERT_TRUE(servers_->await_held(Verb::kGet));
+  lease_->pages.remove(*lease_, find_one("a").at(0));
+  settle();
+  EXPECT_EQ(servers_->size(), 0U);
+
+  servers_->let_go(Verb::kGet);
+
+  EXPECT_THAT(slow.get(), IsEmpty());
+  EXPECT_THAT(find_one("a"), IsEmpty());
+}
 
 TEST_F(GatedPagesTest, ALookupAsksForFewPagesAtOnceHoweverManyLayersItHas) {
   constexpr std::int64_t kLargePage = std::int64_t{4} << 20;
@@ -453,6 +500,41 @@ TEST_F(GatedPagesTest, ALookupAsksForFewPagesAtOnceHoweverManyLayersItHas) {
   (void)lease->pages.lookup(*lease, {.layers = layers, .hashes = hashes});
 
   EXPECT_EQ(servers_->most_got(), std::size_t{16} << 20);
+}
+
+TEST_F(GatedPagesTest, PagesThatHaveGoneDoNotWaitToBeWritten) {
+  constexpr std::uint64_t kMany = 10'000;
+  servers_->hold_next(Verb::kPut);
+  (void)put("first", 1);
+  ASSERT_TRUE(servers_->await_held(Verb::kPut));
+  for (std::uint64_t i = 0; i < kMany; ++i) (void)put(std::to_string(i), i);
+
+  EXPECT_GT(store_->stats().unwritten, kMany / 2) << "known before the servers answer";
+  servers_->let_go(Verb::kPut);
+  settle();
+  EXPECT_EQ(store_->stats().unwritten, kMany + 1 - servers_->size());
+  EXPECT_GE(servers_->size(), kPages) << "those that are there are written";
+}
+
+TEST_F(GatedPagesTest, ADeletionIsRefusedWhereTooManyWait) {
+  servers_->hold_next(Verb::kRemove);
+  std::uint64_t i = 0;
+  std::string reason;
+  PageInfo page;
+  for (; i < 100'000; ++i) {
+    page = put(std::to_string(i), 1);
+    reason = reason_of_removal(page.handle);
+    if (reason != "OK") break;
+  }
+  ASSERT_EQ(reason, "TIERS_BUSY");
+  EXPECT_TRUE(get(alpha_, page.handle)) << "a call that throws has changed nothing";
+
+  servers_->let_go(Verb::kRemove);
+  settle();
+  EXPECT_EQ(reason_of_removal(page.handle), "OK");
+  settle();
+  EXPECT_EQ(servers_->size(), 0U);
+  EXPECT_LE(servers_->most_removed(), 1024U) << "they share one deadline";
 }
 
 TEST_F(GatedPagesTest, ALookupDoesNotDriveOutWhatItHasFound) {
