@@ -640,14 +640,19 @@ template void ServiceCore::batch(const Call&, const v1::BatchFetchRequest&, v1::
 
 void ServiceCore::run(const Call& call, const v1::OpenLeaseRequest& request,
                       v1::OpenLeaseResponse& response, Done done) {
-  const auto open = [&] {
+  const CallRecord arrival = arrive(call, rpc_name<v1::OpenLeaseRequest>());
+  Call queued = call;
+  queued.deadline = deadline_of(call);
+  const auto open = [this, queued = std::move(queued), &request, &response] {
     check_serving();
+    check_wanted(queued);
     const std::shared_ptr<InflightReservation> reservation =
-        admit_call(call, request.ByteSizeLong());
-    execute_once(call.tenant->replies(), request, response, [&] {
+        admit_call(queued, request.ByteSizeLong());
+    execute_once(queued.tenant->replies(), request, response, [&] {
       const auto opened = pages_.open(
-          *call.tenant, {.model = request.model(), .page_bytes = page_bytes_of(request)},
-          executor_.make_strand({.tenant = call.tenant->index(), .weight = call.tenant->weight()}));
+          *queued.tenant, {.model = request.model(), .page_bytes = page_bytes_of(request)},
+          executor_.make_strand(
+              {.tenant = queued.tenant->index(), .weight = queued.tenant->weight()}));
       v1::PageLease& lease = *response.mutable_lease();
       lease.set_name(opened->name);
       lease.set_page_bytes(opened->config.page_bytes);
@@ -660,7 +665,21 @@ void ServiceCore::run(const Call& call, const v1::OpenLeaseRequest& request,
       response.set_server_epoch(pages_.epoch());
     });
   };
-  answer_now(call, rpc_name<v1::OpenLeaseRequest>(), open, done);
+  const auto answer = [this, arrival, open, done](std::optional<TimePoint> started) {
+    const std::optional<ServiceError> failure = failure_of(open);
+    ++(failure ? rejected_ : admitted_);
+    finish(arrival, started, failure ? &*failure : nullptr, done);
+  };
+  if (pages_.has(*call.tenant)) return answer({});
+  // The tenant's folder is read first, one tenant's at a time: the transport has others to serve.
+  try {
+    executor_
+        .make_strand(
+            {.tenant = call.tenant->index(), .weight = call.tenant->weight(), .engine = &pages_})
+        ->post([this, answer] { answer(options_.now()); });
+  } catch (...) {
+    refuse(arrival, done);
+  }
 }
 
 void ServiceCore::run(const Call& call, const v1::CloseLeaseRequest& request,

@@ -162,6 +162,9 @@ class PageStore {
   /// Part of every handle.
   [[nodiscard]] std::uint32_t epoch() const noexcept { return codec_.epoch(); }
 
+  /// Returns whether the tenant has opened a lease before: only the first takes long, where it has
+  /// a folder to be read.
+  [[nodiscard]] bool has(const Tenant& tenant) const { return find_pages(tenant) != nullptr; }
   /// Opens a lease: the right to reserve and pin pages. Makes the tenant's arena with its first.
   /// `strand` is kept for those who queue calls of this lease.
   /// Throws FAILED_PRECONDITION without a page cache, INVALID_ARGUMENT for `page_bytes` outside 1

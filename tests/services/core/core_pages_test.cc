@@ -162,6 +162,37 @@ TEST_F(CorePagesTest, CallsThatWaitForTheTiersHoldNoThread) {
   EXPECT_EQ(servers->size(), 0U);
 }
 
+TEST_F(CorePagesTest, TheFirstLeaseOfATenantReadsItsFolderWhereSessionsWork) {
+  ServiceCoreOptions options = this->options();
+  int made = 0;
+  options.pages.backing = [&made](const Tenant& /*tenant*/) {
+    ++made;
+    return PageBacking{};
+  };
+  make_core(std::move(options));
+  const v1::OpenLeaseRequest request = lease_request();
+  v1::OpenLeaseResponse response;
+  Ending first;
+  core_->run(call(), request, response, first.listener());
+  EXPECT_EQ(first.reason(), "NOT DONE") << "on the thread of the transport";
+  EXPECT_EQ(made, 0);
+  EXPECT_EQ(executor_.last_lane.engine, &core_->pages()) << "those that wait hold no thread";
+  executor_.run_all();
+  EXPECT_EQ(first.reason(), "OK");
+
+  Ending late;
+  make_core(this->options());
+  Call call = this->call();
+  call.cancelled = [] { return true; };
+  core_->run(call, request, response, late.listener());
+  executor_.run_all();
+  EXPECT_EQ(late.reason(), "CANCELLED");
+  Ending next;
+  EXPECT_FALSE(open_lease().empty());
+  core_->run(this->call(), request, response, next.listener());
+  EXPECT_EQ(next.reason(), "OK") << "nothing is to be read";
+}
+
 TEST_F(CorePagesTest, RepeatedRequestsAreAnsweredNotExecuted) {
   v1::OpenLeaseRequest request = lease_request();
   request.set_request_id(kUuid);
