@@ -208,6 +208,7 @@ class KvtierCache(Cache):
     def crop(self, tokens: int) -> None:
         """Drops the last `-tokens` tokens, or, for `tokens` above 0, all behind the first
         `tokens`."""
+        tokens = int(tokens)  # a tensor from transformers 5.17
         length = self.get_seq_length()
         if -tokens > length:
             raise invalid(f"crop: expected at most {length} tokens to remove, found {-tokens}")
