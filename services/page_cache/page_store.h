@@ -52,6 +52,8 @@ struct PageStoreOptions {
   MakeBacking backing{};
   /// `TenantPages::when_settled` waits for the disk.
   bool waits_for_disk = false;
+  /// Deletions of one tenant that may wait for its tiers.
+  std::size_t max_removals = 65536;
 };
 
 /// What a page is called within its tenant, its lease's model and page size.

@@ -39,8 +39,6 @@ constexpr int kRemovedAtOnce = 256;
 /// Tasks for the tiers, beside twice those that are of use, among which may be some of pages that
 /// have gone.
 constexpr std::size_t kMostStaleTasks = 1024;
-/// Deletions that wait for the tiers.
-constexpr std::size_t kMostRemovals = 65536;
 
 }  // namespace
 
@@ -774,7 +772,7 @@ void TenantPages::remove_from_tiers(const PageDigest& digest) {
   for (Asking* asking : asking_) asking->lost_.push_back(digest);
   // Where one is to be removed already, nothing has been written since.
   if (removing_.contains(digest)) return;
-  if (removing_.size() >= kMostRemovals) {
+  if (removing_.size() >= options_.max_removals) {
     throw ServiceError::overloaded("TIERS_BUSY",
                                    "too many deletions wait for the disk or the servers");
   }

@@ -517,16 +517,21 @@ TEST_F(GatedPagesTest, PagesThatHaveGoneDoNotWaitToBeWritten) {
 }
 
 TEST_F(GatedPagesTest, ADeletionIsRefusedWhereTooManyWait) {
+  PageStoreOptions options = gated_options();
+  EXPECT_EQ(options.max_removals, 65536U);
+  options.max_removals = 3000;
+  make_store(options);
   servers_->hold_next(Verb::kRemove);
   std::uint64_t i = 0;
   std::string reason;
   PageInfo page;
-  for (; i < 100'000; ++i) {
+  for (; i < 2 * options.max_removals; ++i) {
     page = put(std::to_string(i), 1);
     reason = reason_of_removal(page.handle);
     if (reason != "OK") break;
   }
   ASSERT_EQ(reason, "TIERS_BUSY");
+  EXPECT_EQ(i, options.max_removals);
   EXPECT_TRUE(get(alpha_, page.handle)) << "a call that throws has changed nothing";
 
   servers_->let_go(Verb::kRemove);
