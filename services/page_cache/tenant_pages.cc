@@ -640,6 +640,7 @@ void TenantPages::bring(const PageLease& lease, const PageQuery& query,
   Asking asking(*this);
   for (std::size_t first = 0; first < digests.size(); first += step) {
     std::vector<PageDigest> missing;
+    bool ends = false;
     {
       const Lock lock(mutex_);
       for (const PageDigest& digest :
@@ -648,6 +649,9 @@ void TenantPages::bring(const PageLease& lease, const PageQuery& query,
           slots_.touch(*page);  // what comes is to take the place of others
         } else if (!removing_.contains(digest)) {
           missing.push_back(digest);
+        } else if (query.prefix) {
+          ends = true;  // nothing after it is found
+          break;
         }
       }
     }
@@ -656,11 +660,15 @@ void TenantPages::bring(const PageLease& lease, const PageQuery& query,
         return on_disk(digest, lease.config.page_bytes);
       });
     }
-    if (missing.empty()) continue;
+    if (missing.empty()) {
+      if (ends) return;
+      continue;
+    }
     if (missing.size() > room) missing.resize(room);
     const std::size_t brought = bring(missing, length, deadline, asking);
     room -= brought;
-    if (room == 0 || Clock::now() >= deadline || (query.prefix && brought < missing.size())) return;
+    if (ends || room == 0 || Clock::now() >= deadline) return;
+    if (query.prefix && brought < missing.size()) return;
   }
 }
 

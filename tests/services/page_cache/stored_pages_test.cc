@@ -542,6 +542,20 @@ TEST_F(GatedPagesTest, ADeletionIsRefusedWhereTooManyWait) {
   EXPECT_LE(servers_->most_removed(), 1024U) << "they share one deadline";
 }
 
+TEST_F(GatedPagesTest, ALookupOfAPrefixReadsNothingBehindAPageThatIsDeleted) {
+  const PageInfo page = put("a", 1);
+  for (const char* hash : {"b", "c"}) (void)put(hash, 1);
+  settle();
+  servers_->hold_next(Verb::kRemove);
+  lease_->pages.remove(*lease_, page.handle);
+  ASSERT_TRUE(servers_->await_held(Verb::kRemove));
+  fill_memory();
+
+  EXPECT_THAT(find(*lease_, {"a", "b", "c"}), IsEmpty());
+
+  EXPECT_EQ(servers_->most_got(), 0U);
+}
+
 TEST_F(GatedPagesTest, ALookupDoesNotDriveOutWhatItHasFound) {
   for (std::uint64_t i = 0; i < kPages; ++i) (void)put(std::to_string(i), i);
   settle();
