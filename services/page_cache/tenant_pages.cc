@@ -70,6 +70,7 @@ TenantPages::TenantPages(Tenant& tenant, const PageStoreOptions& options, const 
   }
   if (kept_ != nullptr) restore();
   if (backing_.empty()) return;
+  last_removals_.resize(1 + backing_.remote.size(), PageTier::Deadline::max());
   writer_ = std::jthread([this](const std::stop_token& ending) { keep_writing(ending); });
 }
 
@@ -801,7 +802,7 @@ void TenantPages::keep_writing(const std::stop_token& ending) {
         write_pages(lock);
         break;
       case TierTask::Kind::kRemove:
-        remove_pages(lock);
+        remove_pages(lock, ending);
         break;
       case TierTask::Kind::kClear:
         clear_disk(lock);
@@ -865,18 +866,30 @@ void TenantPages::write(std::span<PageSlot* const> pages, Lock& lock) {
   }
 }
 
-void TenantPages::remove_pages(Lock& lock) {
+void TenantPages::remove_pages(Lock& lock, const std::stop_token& ending) {
   std::vector<PageDigest> digests;
   std::vector<kvtier::PageKey> keys;
-  while (!tasks_.empty() && tasks_.front().kind == TierTask::Kind::kRemove &&
-         keys.size() < kBatchPages) {  // what one deadline is enough for
-    digests.push_back(tasks_.front().digest);
-    keys.push_back(PageBacking::key_of(digests.back()));
+  while (!tasks_.empty() && keys.size() < kBatchPages) {  // what one deadline is enough for
+    const TierTask& task = tasks_.front();
+    if (task.kind == TierTask::Kind::kRemove) {
+      digests.push_back(task.digest);
+      keys.push_back(PageBacking::key_of(task.digest));
+    } else if (task.kind == TierTask::Kind::kWrite && page_of(task) == nullptr) {
+      ++counters_.unwritten;
+    } else {
+      break;
+    }
     tasks_.pop_front();
   }
   lock.unlock();
-  if (backing_.disk != nullptr) backing_.disk->remove(keys, Clock::now() + backing_.read_time);
-  for (const auto& tier : backing_.remote) tier->remove(keys, Clock::now() + backing_.read_time);
+  const auto remove_from = [&](PageTier& tier, std::size_t index) {
+    const PageTier::Deadline deadline =
+        std::min<PageTier::Deadline>(Clock::now() + backing_.read_time, last_removals_[index]);
+    tier.remove(keys, deadline);
+    if (ending.stop_requested() && Clock::now() >= deadline) last_removals_[index] = deadline;
+  };
+  if (backing_.disk != nullptr) remove_from(*backing_.disk, 0);
+  for (std::size_t i = 0; i < backing_.remote.size(); ++i) remove_from(*backing_.remote[i], 1 + i);
   lock.lock();
   for (const PageDigest& digest : digests) removing_.erase(digest);
 }

@@ -174,7 +174,8 @@ class TenantPages {
   void keep_writing(const std::stop_token& ending);
   // Those of one kind at the front of the queue, as many as go at once.
   void write_pages(Lock& lock);
-  void remove_pages(Lock& lock);
+  /// Once `ending` is requested, a tier that was late is not waited for again.
+  void remove_pages(Lock& lock, const std::stop_token& ending);
   /// Removes all from the disk, and writes anew what the arena has.
   void clear_disk(Lock& lock);
   void write(std::span<PageSlot* const> pages, Lock& lock);
@@ -230,7 +231,8 @@ class TenantPages {
   std::vector<Waiter> waiters_;
   std::condition_variable_any task_added_;
   std::condition_variable task_done_;
-  std::jthread writer_;  ///< Where there are tiers.
+  std::vector<PageTier::Deadline> last_removals_;  ///< Of the writer alone, by tier: none is later.
+  std::jthread writer_;                            ///< Where there are tiers.
 };
 
 }  // namespace kvtier::services

@@ -44,9 +44,14 @@ class GatedTier final : public PageTier {
     most_got_ = std::max(most_got_, bytes);
     pass(Verb::kGet, lock);
   }
-  void remove(std::span<const PageKey> keys, Deadline /*deadline*/) override {
+  void remove(std::span<const PageKey> keys, Deadline deadline) override {
     std::unique_lock lock(mutex_);
     pass(Verb::kRemove, lock);
+    removals_.push_back(deadline);
+    if (is_deaf_) {
+      changed_.wait_until(lock, deadline, [&] { return !is_deaf_; });
+      return;
+    }
     most_removed_ = std::max(most_removed_, keys.size());
     for (const PageKey& key : keys) pages_.erase(key);
   }
@@ -68,6 +73,12 @@ class GatedTier final : public PageTier {
     const std::lock_guard lock(mutex_);
     return gate(verb).is_held;
   }
+  /// From now on a removal lasts until its deadline, and removes nothing.
+  void be_deaf(bool is_deaf) {
+    const std::lock_guard lock(mutex_);
+    is_deaf_ = is_deaf;
+    changed_.notify_all();
+  }
   void let_go(Verb verb) {
     const std::lock_guard lock(mutex_);
     gate(verb) = {};
@@ -82,6 +93,11 @@ class GatedTier final : public PageTier {
   [[nodiscard]] std::size_t most_got() {
     const std::lock_guard lock(mutex_);
     return most_got_;
+  }
+  /// Deadlines of all removals.
+  [[nodiscard]] std::vector<Deadline> removals() {
+    const std::lock_guard lock(mutex_);
+    return removals_;
   }
   /// Keys that were removed at once, at most.
   [[nodiscard]] std::size_t most_removed() {
@@ -105,7 +121,9 @@ class GatedTier final : public PageTier {
   std::condition_variable changed_;
   std::array<Gate, 3> gates_;
   std::map<PageKey, std::vector<std::byte>> pages_;
+  std::vector<Deadline> removals_;
   std::size_t most_got_ = 0, most_removed_ = 0;
+  bool is_deaf_ = false;
 };
 
 }  // namespace kvtier::testing

@@ -13,7 +13,9 @@
 #include <fstream>
 #include <functional>
 #include <future>
+#include <iterator>
 #include <map>
+#include <set>
 #include <unistd.h>
 
 namespace kvtier::services::testing {
@@ -540,6 +542,32 @@ TEST_F(GatedPagesTest, ADeletionIsRefusedWhereTooManyWait) {
   settle();
   EXPECT_EQ(servers_->size(), 0U);
   EXPECT_LE(servers_->most_removed(), 1024U) << "they share one deadline";
+}
+
+TEST_F(GatedPagesTest, DeletionsThatAreLeftAtTheEndShareOneDeadline) {
+  static constexpr std::chrono::seconds kReadTime{1};
+  PageStoreOptions options = gated_options();
+  options.backing = [servers = servers_](const Tenant& /*tenant*/) {
+    return PageBacking{.remote = {servers}, .read_time = kReadTime, .write_time = kPatience};
+  };
+  make_store(options);
+  servers_->hold_next(Verb::kRemove);
+  for (std::uint64_t i = 0; i < 6000; ++i) {
+    ASSERT_EQ(reason_of_removal(put(std::to_string(i), 1).handle), "OK");
+  }
+  ASSERT_TRUE(servers_->await_held(Verb::kRemove));
+  servers_->be_deaf(true);
+  const auto begin = std::chrono::steady_clock::now();
+  servers_->let_go(Verb::kRemove);
+
+  store_->finish();
+
+  const std::vector<PageTier::Deadline> all = servers_->removals();
+  std::set<PageTier::Deadline> late;
+  std::ranges::copy_if(all, std::inserter(late, late.end()),
+                       [&](PageTier::Deadline one) { return one >= begin + kReadTime; });
+  EXPECT_GE(all.size(), 6U);
+  EXPECT_LE(late.size(), 2U) << "that of one that began before the end, and that of the others";
 }
 
 TEST_F(GatedPagesTest, ALookupOfAPrefixReadsNothingBehindAPageThatIsDeleted) {
