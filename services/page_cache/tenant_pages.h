@@ -54,7 +54,8 @@ class TenantPages {
   /// Gives a reservation back.
   void abort(PageLease& lease, std::string_view handle);
   /// Deletes a committed page of the tenant: its handle and key find it no more, also while the
-  /// tiers still have it. Its bytes stay as long as it is pinned. Throws RESOURCE_EXHAUSTED
+  /// tiers have yet to delete it. A tier that fails to, or not in time, has it still, and a later
+  /// lookup brings it back. Its bytes stay as long as it is pinned. Throws RESOURCE_EXHAUSTED
   /// (TIERS_BUSY) while too many deletions wait for the tiers.
   void remove(PageLease& lease, std::string_view handle);
   RemovedPages remove_unpinned();
@@ -167,8 +168,8 @@ class TenantPages {
   [[nodiscard]] PageSlot* page_of(const TierTask& task) noexcept;
   /// Forgets to write pages that have gone.
   void drop_stale_tasks();
-  /// Has the tiers delete a page, and all lookups miss it from now on. Throws RESOURCE_EXHAUSTED
-  /// (TIERS_BUSY).
+  /// Has the tiers delete a page, and all lookups miss it until they have tried. Throws
+  /// RESOURCE_EXHAUSTED (TIERS_BUSY).
   void remove_from_tiers(const PageDigest& digest);
   /// Does the tasks as they come, until `ending` is requested and none is left.
   void keep_writing(const std::stop_token& ending);
