@@ -138,6 +138,12 @@ class RegisteredStream : public Reactor {
     if (state->phase == Phase::kFinished) return;
     finish_locked(*state, state->end_status.value_or(status));
   }
+  /// Of a stream whose work is all done: its client has the outcome, even if it was to end.
+  void finish_anyhow(const grpc::Status& status) {
+    const std::shared_ptr<StreamState> state = state_;  // outlives this object
+    const std::lock_guard lock(state->mutex);
+    if (state->phase != Phase::kFinished) finish_locked(*state, status);
+  }
 
  private:
   static void finish_locked(StreamState& state, const grpc::Status& status) {
@@ -246,8 +252,8 @@ template <typename Request>
 class CollectingStream final : public Stream<grpc::ServerReadReactor<Request>, Request> {
  public:
   using Work = std::function<void(const Request&, Done)>;
-  /// Fills the reply when the client has sent all, then calls `done`, on any thread.
-  using End = std::function<void(std::function<void()> done)>;
+  /// Fills the reply when the client has sent all, then calls `Done`, on any thread.
+  using End = std::function<void(Done)>;
 
   CollectingStream(StreamRegistry& registry, grpc::CallbackServerContext& context, Work work,
                    End end = nullptr)
@@ -261,9 +267,12 @@ class CollectingStream final : public Stream<grpc::ServerReadReactor<Request>, R
   void work(Done done) override { work_(this->request_, std::move(done)); }
   void go_on() override { this->read_next(); }
   void at_end() override {
-    const auto finish = [this] { this->finish(grpc::Status::OK); };
-    if (!end_) return finish();
-    if (this->enter(StreamState::Phase::kWorking, [] {})) end_(finish);
+    if (!end_) return this->finish(grpc::Status::OK);
+    if (!this->enter(StreamState::Phase::kWorking, [] {})) return;
+    const auto finish = [this](const ServiceError* error) {
+      this->finish_anyhow(error != nullptr ? to_status(*error) : grpc::Status::OK);
+    };
+    if (const auto failure = failure_of([&] { end_(finish); })) finish(&*failure);
   }
 
   Work work_;

@@ -126,11 +126,11 @@ grpc::ServerReadReactor<ByteBuffer>* write_pages(ServiceCore& core, StreamRegist
               call, rpc_name<v1::WritePagesRequest>(),
               [&] { write(core, call, bytes, *writer, lease); }, done);
         },
-        [writer, &response](std::function<void()> done) {
+        [writer, &response](Done done) {
           // The disk may take its time, for which this thread has others to serve.
           writer->when_settled([writer, &response, done = std::move(done)] {
-            response = buffer_of(writer->finish());
-            done();
+            const auto failure = failure_of([&] { response = buffer_of(writer->finish()); });
+            done(failure ? &*failure : nullptr);
           });
         });
   });
