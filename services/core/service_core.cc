@@ -672,12 +672,21 @@ void ServiceCore::run(const Call& call, const v1::OpenLeaseRequest& request,
   };
   if (pages_.has(*call.tenant)) return answer({});
   // The tenant's folder is read first, one tenant's at a time: the transport has others to serve.
+  bool counted = false;
   try {
+    counted = call.tenant->take(Shared::kCreations, 1, kMaxQueuedCreations);
+    if (!counted) {
+      throw ServiceError::overloaded("QUEUE_FULL", "too many first leases are being opened");
+    }
     executor_
         .make_strand(
             {.tenant = call.tenant->index(), .weight = call.tenant->weight(), .engine = &pages_})
-        ->post([this, answer] { answer(options_.now()); });
+        ->post([this, answer, tenant = call.tenant] {
+          tenant->give(Shared::kCreations, 1);  // before the client has the reply
+          answer(options_.now());
+        });
   } catch (...) {
+    if (counted) call.tenant->give(Shared::kCreations, 1);
     refuse(arrival, done);
   }
 }

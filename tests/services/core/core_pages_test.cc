@@ -193,6 +193,28 @@ TEST_F(CorePagesTest, TheFirstLeaseOfATenantReadsItsFolderWhereSessionsWork) {
   EXPECT_EQ(next.reason(), "OK") << "nothing is to be read";
 }
 
+TEST_F(CorePagesTest, FirstLeasesThatWaitAreBounded) {
+  constexpr std::size_t kMost = 1024;
+  make_core(options());
+  const v1::OpenLeaseRequest request = lease_request();
+  struct Opening {
+    v1::OpenLeaseResponse response;
+    Ending ending;
+  };
+  std::vector<Opening> openings(kMost + 1);
+  for (Opening& one : openings) core_->run(call(), request, one.response, one.ending.listener());
+  const auto is_waiting = [](const Opening& one) { return one.ending.reason() == "NOT DONE"; };
+  const auto waiting = std::ranges::count_if(openings, is_waiting);
+  EXPECT_GT(waiting, 0);
+  EXPECT_EQ(openings[kMost].ending.reason(), "QUEUE_FULL");
+
+  executor_.run_all();
+
+  EXPECT_EQ(openings[0].ending.reason(), "OK");
+  EXPECT_EQ(std::ranges::count_if(openings, is_waiting), 0);
+  EXPECT_TRUE(tenant().take(Shared::kCreations, waiting, kMost)) << "all are given back";
+}
+
 TEST_F(CorePagesTest, RepeatedRequestsAreAnsweredNotExecuted) {
   v1::OpenLeaseRequest request = lease_request();
   request.set_request_id(kUuid);
