@@ -1,6 +1,7 @@
 #include "services/core/page_verbs.h"
 
 #include "services/base/from_message.h"
+#include "services/base/service_error.h"
 #include "services/core/replay_once.h"
 #include "services/page_cache/page_transfer.h"
 #include "services/page_cache/tenant_pages.h"
@@ -172,7 +173,8 @@ void execute(PageLease& lease, const v1::BatchUnpinPagesRequest& request,
 
 void settle(PageLease& lease, v1::BatchCommitPagesResponse& response, std::function<void()> act) {
   lease.pages.when_settled([&lease, &response, act = std::move(act)] {
-    set_durable(lease.pages, *response.mutable_items());
+    // Without memory to ask they are not durable for all that is known.
+    (void)failure_of([&] { set_durable(lease.pages, *response.mutable_items()); });
     act();
   });
 }

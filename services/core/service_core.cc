@@ -190,16 +190,18 @@ void ServiceCore::queue(const CallRecord& arrival, const Call& call, std::size_t
     entry->strand->enqueue(
         queueing.start,
         [this, arrival, entry, counted, done = done, reservation = std::move(reservation),
-         queued = std::move(queued), step = std::move(step), settling = std::move(settling),
-         started = std::optional<TimePoint>()]() mutable {
+         queued = std::move(queued), step = std::move(step),
+         has_answered = settling ? std::make_shared<std::atomic<bool>>(false) : nullptr,
+         settling = std::move(settling), started = std::optional<TimePoint>()]() mutable {
           if (!started) started = options_.now();
           bool has_ended = true;
           const std::optional<ServiceError> failure = failure_of([&] { has_ended = step(queued); });
           if (!has_ended) return false;
           step = nullptr;
           reservation.reset();
-          const auto end = [this, arrival, entry, counted, started,
+          const auto end = [this, arrival, entry, counted, started, has_answered,
                             done = std::move(done)](const ServiceError* error = nullptr) {
+            if (has_answered && has_answered->exchange(true)) return;
             renew(*entry);
             --entry->queued;
             entry->calls -= counted;

@@ -171,13 +171,17 @@ class WriteJob final : public PageJob {
                                 id = request_id_, charge = charge_, held = connection.hold(bytes_),
                                 written = std::make_shared<Written>(
                                     Written{std::move(body_.pages), std::move(outcomes_)})] {
-      auto& [pages, outcomes] = *written;
-      for (std::size_t i = 0; i < outcomes.size(); ++i) {
-        const bool durable = outcomes[i].code == 0 && lease->pages.is_durable(handle_of(pages[i]));
-        outcomes[i].offset = durable ? kDurable : 0;
-      }
-      connection->send(make_outgoing(FrameType::kWritten, 0, id,
-                                     encode(std::span(std::as_const(outcomes))), {}, charge));
+      const auto failure = failure_of([&, &pages = written->pages, &outcomes = written->outcomes] {
+        for (std::size_t i = 0; i < outcomes.size(); ++i) {
+          const bool durable =
+              outcomes[i].code == 0 && lease->pages.is_durable(handle_of(pages[i]));
+          outcomes[i].offset = durable ? kDurable : 0;
+        }
+        connection->send(make_outgoing(FrameType::kWritten, 0, id,
+                                       encode(std::span(std::as_const(outcomes))), {}, charge));
+      });
+      // No memory for the reply: the client is to notice, and this thread has others to serve.
+      if (failure) (void)failure_of([&] { connection->close_now(); });
     });
     return true;
   }
