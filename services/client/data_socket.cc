@@ -102,13 +102,18 @@ void connect_unix(int socket, const std::string& path, DataSocket::Deadline dead
   address.sun_family = AF_UNIX;
   path.copy(address.sun_path, path.size());
   using std::chrono::microseconds;
-  const auto left = std::max(
-      std::chrono::duration_cast<microseconds>(deadline - std::chrono::steady_clock::now()),
-      microseconds(1));  // 0 is without end
-  constexpr std::int64_t kSecond = 1'000'000;
-  const timeval longest{.tv_sec = left.count() / kSecond, .tv_usec = left.count() % kSecond};
-  (void)::setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &longest, sizeof(longest));
-  if (::connect(socket, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) return;
+  // With a time limit a signal ends the wait, whatever its handler says.
+  do {
+    const auto left = std::max(
+        std::chrono::duration_cast<microseconds>(deadline - std::chrono::steady_clock::now()),
+        microseconds(1));  // 0 is without end
+    constexpr std::int64_t kSecond = 1'000'000;
+    const timeval longest{.tv_sec = left.count() / kSecond, .tv_usec = left.count() % kSecond};
+    (void)::setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &longest, sizeof(longest));
+    if (::connect(socket, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) {
+      return;
+    }
+  } while (errno == EINTR);
   if (errno == EAGAIN) late();
   gone(std::string(kNoServer) + std::strerror(errno));
 }

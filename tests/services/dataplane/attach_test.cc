@@ -7,11 +7,16 @@
 #include <gmock/gmock.h>
 
 #include <algorithm>
+#include <chrono>
+#include <csignal>
 #include <fcntl.h>
 #include <future>
+#include <optional>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <thread>
 
 namespace kvtier::services::testing {
 namespace {
@@ -154,35 +159,70 @@ TEST_F(AttachTest, ATokenThatHasComeWhenItsConnectionEndsIsNotUsed) {
   EXPECT_FALSE(list(0).attachments(0).connected()) << "nothing would end it";
 }
 
-TEST_F(AttachTest, AServerThatAcceptsNobodyIsWaitedForAsLongAsTheTimeout) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  socket().substr(5).copy(address.sun_path, sizeof(address.sun_path) - 1);
-  const auto open = [] { return Descriptor(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0)); };
-  const auto* const at = reinterpret_cast<const sockaddr*>(&address);
-  Descriptor server = open();
-  ASSERT_EQ(::bind(server.get(), at, sizeof(address)), 0);
-  ASSERT_EQ(::listen(server.get(), 0), 0);
-  std::vector<Descriptor> waiting;
-  do {
-    waiting.push_back(open());
-  } while (::connect(waiting.back().get(), at, sizeof(address)) == 0);
+/// A server whose queue of connections is full, until this ends.
+class FullServer {
+ public:
+  explicit FullServer(const std::string& path) : server_(open()) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+    const auto* const at = reinterpret_cast<const sockaddr*>(&address);
+    EXPECT_EQ(::bind(server_.get(), at, sizeof(address)), 0);
+    EXPECT_EQ(::listen(server_.get(), 0), 0);
+    do {
+      waiting_.push_back(open());
+    } while (::connect(waiting_.back().get(), at, sizeof(address)) == 0);
+  }
+  void end() { server_.reset(); }
 
-  auto code = std::async(std::launch::async, [&]() -> std::optional<ErrorCode> {
-    try {
-      DataChannel({.endpoint = socket(),
-                   .token = std::string(kAttachTokenBytes, 't'),
-                   .tls = {},
-                   .timeout = std::chrono::milliseconds(50)});
-    } catch (const ClientError& error) {
-      return error.code();
-    }
-    return std::nullopt;
-  });
+ private:
+  static Descriptor open() { return Descriptor(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0)); }
+
+  Descriptor server_;
+  std::vector<Descriptor> waiting_;
+};
+
+/// Returns how a client that waits for 50 ms fails to connect.
+std::optional<ErrorCode> code_of_connect(const std::string& endpoint) {
+  try {
+    DataChannel({.endpoint = endpoint,
+                 .token = std::string(kAttachTokenBytes, 't'),
+                 .tls = {},
+                 .timeout = std::chrono::milliseconds(50)});
+  } catch (const ClientError& error) {
+    return error.code();
+  }
+  return std::nullopt;
+}
+
+TEST_F(AttachTest, AServerThatAcceptsNobodyIsWaitedForAsLongAsTheTimeout) {
+  FullServer server(socket().substr(5));
+  auto code = std::async(std::launch::async, [&] { return code_of_connect(socket()); });
 
   const bool ended = code.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
-  server.reset();  // ends it in any case
+  server.end();  // ends it in any case
   EXPECT_TRUE(ended);
+  EXPECT_EQ(code.get(), ErrorCode::kDeadlineExceeded);
+}
+
+TEST_F(AttachTest, ASignalDoesNotEndTheWaitForAServer) {
+  FullServer server(socket().substr(5));
+  struct sigaction handled {};
+  struct sigaction before {};
+  handled.sa_handler = [](int /*signal*/) {};
+  handled.sa_flags = SA_RESTART;
+  ASSERT_EQ(::sigaction(SIGUSR1, &handled, &before), 0);
+  std::promise<std::optional<ErrorCode>> connected;
+  std::future<std::optional<ErrorCode>> code = connected.get_future();
+  std::thread client([&] { connected.set_value(code_of_connect(socket())); });
+
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (code.wait_for(std::chrono::milliseconds(5)) != std::future_status::ready) {
+    if (std::chrono::steady_clock::now() > end) server.end();
+    ASSERT_EQ(::pthread_kill(client.native_handle(), SIGUSR1), 0);
+  }
+  client.join();
+  ASSERT_EQ(::sigaction(SIGUSR1, &before, nullptr), 0);
   EXPECT_EQ(code.get(), ErrorCode::kDeadlineExceeded);
 }
 
