@@ -177,7 +177,7 @@ void SessionState::find_prefix(SubmissionScope& scope, std::span<const std::int3
 }
 
 bool SessionState::check_sinks(SubmissionScope& scope, bool last) {
-  if (!engine_->kv.row_checks) return true;
+  if (!engine_->kv.row_checks || keys_.empty()) return true;
   engine_->submission.wait(scope.stream());
   const std::uint64_t changed = engine_->prefixes.repair_sinks(scope.stream(), keys_, last);
   if (changed == 0) return true;
