@@ -31,9 +31,9 @@ class PrefixStore {
   /// false when they cannot be resident at once. Throws what `PagePool::ensure_resident` throws.
   bool ensure_sinks_resident(transfer::Stream& stream, std::span<const PrefixKey> keys);
   /// With checks of rows: compares those whose copies become sinks, of resident pages that no work
-  /// writes to. A page with a changed row is taken from a tier when it is needed next, or dropped
-  /// with what follows it, where no tier has it and with `last`. Returns how many rows have
-  /// changed.
+  /// writes to. A page with a changed row is taken from a tier when it is needed next. Where no
+  /// tier has it, and with `last`, its entry is dropped, and what follows is found no more. Returns
+  /// how many rows have changed.
   std::uint64_t repair_sinks(transfer::Stream& stream, std::span<const PrefixKey> keys, bool last);
   /// Makes an empty sequence begin with these pages, all stored and the sinks' resident: it holds
   /// them and their slabs as well.

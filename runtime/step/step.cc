@@ -209,7 +209,7 @@ void Step::run(Launch& launch, bool after_append) {
 }
 
 /// Waits for the pages of always-attended tokens where these are weighed before a selection.
-/// Returns whether they are.
+/// Returns whether any are, also where they are too many and most tokens are taken instead.
 bool Step::hold_weighed_rows(Launch& launch) {
   const bool recall = launch.options().recall_params.active;
   if (!launch.scores() || !(recall || launch.params().threshold > 0.0F)) return false;
