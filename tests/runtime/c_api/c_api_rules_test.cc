@@ -24,17 +24,21 @@ TEST(CApi, HasThePresetOfThePaper) {
   EXPECT_EQ(config.error_target, 0.0);
 }
 
+/// Creates an engine of a configuration that `spoil` makes invalid.
+template <typename Spoil>
+void expect_refused(const Spoil& spoil, const char* message) {
+  kvtier_config config;
+  kvtier_config_init(&config);
+  config.backend = KVTIER_BACKEND_CPU;
+  spoil(config);
+  kvtier_engine* none = nullptr;
+  EXPECT_EQ(kvtier_engine_create(&config, &none), KVTIER_INVALID_ARGUMENT);
+  EXPECT_EQ(none, nullptr);
+  EXPECT_THAT(kvtier_last_error(), HasSubstr(message));
+}
+
 // Arrays have as many entries as are allowed at most.
 TEST(CApi, ReadsNoEntriesOfANumberThatIsRefused) {
-  const auto expect_refused = [](auto spoil, const char* message) {
-    kvtier_config config;
-    kvtier_config_init(&config);
-    config.backend = KVTIER_BACKEND_CPU;
-    spoil(config);
-    kvtier_engine* none = nullptr;
-    EXPECT_EQ(kvtier_engine_create(&config, &none), KVTIER_INVALID_ARGUMENT);
-    EXPECT_THAT(kvtier_last_error(), HasSubstr(message));
-  };
   const kvtier_layer_config layer = {};
   expect_refused(
       [&](kvtier_config& c) {
@@ -53,16 +57,6 @@ TEST(CApi, ReadsNoEntriesOfANumberThatIsRefused) {
 
 TEST(CApi, RefusesUnknownEnumeratorsOfRetrieval) {
   const auto set = [](auto& field, int value) { std::memcpy(&field, &value, sizeof(value)); };
-  const auto expect_refused = [&](auto spoil, const char* message) {
-    kvtier_config config;
-    kvtier_config_init(&config);
-    config.backend = KVTIER_BACKEND_CPU;
-    spoil(config);
-    kvtier_engine* none = nullptr;
-    EXPECT_EQ(kvtier_engine_create(&config, &none), KVTIER_INVALID_ARGUMENT);
-    EXPECT_EQ(none, nullptr);
-    EXPECT_THAT(kvtier_last_error(), HasSubstr(message));
-  };
   expect_refused([&](kvtier_config& c) { set(c.retrieval.estimator, 3); }, "estimator");
   expect_refused([&](kvtier_config& c) { set(c.retrieval.value_weighting, 5); }, "weighting");
   expect_refused([&](kvtier_config& c) { set(c.retrieval.selection, 3); }, "selection");
