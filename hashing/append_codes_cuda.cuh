@@ -15,13 +15,17 @@
 /// Scalar codes of an append of few tokens (hashing/append_cuda.cu).
 namespace kvtier::hashing::cuda {
 
+/// Rows of a tile of scalar codes, half of a matrix product. With 16, 16 sequences of 32K tokens
+/// took 181 us a step for 171, since the kernel after the append waits for its slowest block.
+inline constexpr int kCodeRows = 8;
+
 /// Of a block that writes scalar codes. The whole rotation of head_dim 128 is there before the work
-/// that came before the kernel is done, so a step waits for the keys only. A launch for a step has
-/// one such block per 16 rows: that fewer fit on an SM is no matter.
+/// that came before the kernel is done, so a step waits for the keys only. That fewer blocks fit on
+/// an SM is no matter.
 struct CodeShared : Books {
-  static constexpr int kPoolBytes = (2 * kTileRows + 128) * (2 * 128 + 16);
+  static constexpr int kPoolBytes = (2 * kCodeRows + 128) * (2 * 128 + 16);
   alignas(16) std::byte pool[kPoolBytes];  // the parts of the keys, then groups of planes
-  float sums[kWorkerWarps][kTileRows];
+  float sums[kWorkerWarps][kCodeRows];
 };
 /// What a kernel may have without a request for more.
 static_assert(sizeof(CodeShared) <= 48 * 1024);
@@ -35,7 +39,7 @@ struct CodeLayout {
 
   __device__ explicit CodeLayout(const transfer::KvGeometry& kv)
       : pitch(pitch_of(kv)),
-        part_bytes(kTileRows * pitch),
+        part_bytes(kCodeRows * pitch),
         groups(kv.head_dim / kBlockPlanes),
         slots(min(min(groups, kWorkerWarps),
                   (CodeShared::kPoolBytes - kParts * part_bytes) / (kBlockPlanes * pitch))) {}
@@ -46,15 +50,16 @@ struct CodeLayout {
   }
 };
 
-/// Products of the tile's keys with the 32 planes in a slot, and this lane's part of the sums of
-/// squares of rows g and, with `kBoth`, g + 8.
-template <typename T, bool kBoth>
+/// Products of the tile's keys with the 32 planes in a slot, and this lane's part of the sum of
+/// squares of row g. The rows g + 8 of the product are the same.
+template <typename T>
 __device__ void multiply_group(const CodeLayout<T>& layout, int slot, int head_dim,
-                               const CodeShared& shared, float (&c)[4][4], float (&squares)[2]) {
+                               const CodeShared& shared, float (&c)[4][4], float& squares) {
   constexpr int kParts = CodeLayout<T>::kParts;
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const unsigned pool = transfer::cuda::shared_address(shared.pool);
-  const unsigned keys = pool + static_cast<unsigned>(lane % 16 * layout.pitch + lane / 16 * 16);
+  const unsigned keys =
+      pool + static_cast<unsigned>(lane % kCodeRows * layout.pitch + lane / 16 * 16);
   const unsigned planes =
       pool + static_cast<unsigned>(kParts * layout.part_bytes +
                                    (slot * kBlockPlanes + lane % 8) * layout.pitch + lane / 8 * 16);
@@ -70,13 +75,13 @@ __device__ void multiply_group(const CodeLayout<T>& layout, int slot, int head_d
             keys + static_cast<unsigned>(part * layout.part_bytes + step * 64 + half * 32));
       }
 #pragma unroll
-      for (int i = 0; i < 4; i += kBoth ? 1 : 2) {
+      for (int i = 0; i < 4; i += 2) {
         float2 x = widen<__nv_bfloat16>(a[half][0][i]);
         if constexpr (kParts == 2) {
           const float2 low = widen<__nv_bfloat16>(a[half][1][i]);
           x = {x.x + low.x, x.y + low.y};
         }
-        squares[i % 2] += x.x * x.x + x.y * x.y;
+        squares += x.x * x.x + x.y * x.y;
       }
     }
 #pragma unroll
@@ -105,14 +110,17 @@ __device__ void encode_tiles(const AppendArgs& args, int count, CodeShared& shar
   const int bits = args.planes.code_bits;
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const auto warp = static_cast<int>(threadIdx.x / 32);
-  for (int tile = 0; tile * kTileRows < count; ++tile) {
-    const int rows = min(count - tile * kTileRows, kTileRows);
-    // A step of one sequence of eight KV heads has rows in the first half alone.
-    const bool both = rows > kTileRows / 2;
+  const int row = lane / 4;
+  for (int tile = 0; tile * kCodeRows < count; ++tile) {
+    const int first_row = tile * kCodeRows;
+    const int rows = min(count - first_row, kCodeRows);
     if (tile > 0) sync_workers();  // the keys and sums of the last tile have been read
-    stage_keys<T>(args, tile, rows, layout.pitch, shared, shared.pool, layout.part_bytes);
-    float norms[2] = {};
-    float sums[2] = {};
+    stage_keys<T>(args, shared.sources + 2 * first_row, rows, layout.pitch, shared.nonfinite[tile],
+                  shared.pool, layout.part_bytes);
+    const auto target = [&] { return row < rows ? shared.targets[first_row + row] : RowTarget{}; };
+    const auto is_nonfinite = [&] { return (shared.nonfinite[tile] >> row & 1U) != 0; };
+    float norm = 0.0F;
+    float sum = 0.0F;
 #pragma unroll 1
     for (int first = 0; first < layout.groups; first += layout.slots) {
       if (layout.slots < layout.groups && (tile > 0 || first > 0)) {
@@ -123,55 +131,30 @@ __device__ void encode_tiles(const AppendArgs& args, int count, CodeShared& shar
       sync_workers();  // keys and planes are there
       const int group = first + warp;
       const bool takes = warp < layout.slots && group < layout.groups;
-      LaneCodes codes[2];
+      LaneCodes codes;
       if (takes) {
         float c[4][4] = {};
-        float squares[2] = {};
-        if (both) {
-          multiply_group<T, true>(layout, warp, dim, shared, c, squares);
-        } else {
-          multiply_group<T, false>(layout, warp, dim, shared, c, squares);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (i == 1 && !both) break;
-          norms[i] = sqrtf(sum_quad(squares[i]));
-          ScalarEncoder encoder(norms[i], bits);
-          codes[i] = encoder.encode([&](int n, int j) { return c[n][2 * i + j]; });
-          sums[i] += encoder.sum();
-        }
+        float squares = 0.0F;
+        multiply_group<T>(layout, warp, dim, shared, c, squares);
+        norm = sqrtf(sum_quad(squares));
+        ScalarEncoder encoder(norm, bits);
+        codes = encoder.encode([&](int n, int j) { return c[n][j]; });
+        sum += encoder.sum();
       }
       if (tile == 0 && first == 0) await_targets();
-      if (!takes) continue;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (i == 1 && !both) break;
-        const int row = lane / 4 + 8 * i;
-        std::byte* to = row < rows ? shared.targets[tile * kTileRows + row].sketch : nullptr;
-        const bool nonfinite = (shared.nonfinite[tile] >> row & 1U) != 0;
-        store_codes(args.geometry, dim, bits, group, codes[i], nonfinite, to);
+      if (takes) {
+        store_codes(args.geometry, dim, bits, group, codes, is_nonfinite(), target().sketch);
       }
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (i == 1 && !both) break;
-      const float sum = sum_quad(sums[i]);
-      if (lane % 4 == 0) shared.sums[warp][lane / 4 + 8 * i] = sum;
-    }
+    sum = sum_quad(sum);
+    if (lane % 4 == 0) shared.sums[warp][row] = sum;
     sync_workers();  // the sums are there
-    if (warp != 0 || lane % 4 != 0) continue;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (i == 1 && !both) break;
-      const int row = lane / 4 + 8 * i;
-      std::byte* to = row < rows ? shared.targets[tile * kTileRows + row].norms : nullptr;
-      if (to == nullptr) continue;
-      float sum = 0.0F;
-      for (int w = 0; w < kWorkerWarps; ++w) sum += shared.sums[w][row];
-      const bool nonfinite = (shared.nonfinite[tile] >> row & 1U) != 0;
-      *reinterpret_cast<std::uint16_t*>(to) =
-          nonfinite ? kNonfiniteNorm : scalar_norm_bits(norms[i], sum, bits, dim);
-    }
+    std::byte* to = target().norms;
+    if (warp != 0 || lane % 4 != 0 || to == nullptr) continue;
+    float all = 0.0F;
+    for (int w = 0; w < kWorkerWarps; ++w) all += shared.sums[w][row];
+    *reinterpret_cast<std::uint16_t*>(to) =
+        is_nonfinite() ? kNonfiniteNorm : scalar_norm_bits(norm, all, bits, dim);
   }
 }
 

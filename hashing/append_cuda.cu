@@ -19,10 +19,8 @@ namespace kvtier::hashing::cuda {
 namespace {
 
 using transfer::KvGeometry;
-using transfer::cuda::HeadSource;
 using transfer::cuda::kFullWarp;
 using transfer::cuda::kPiece;
-using transfer::cuda::RawPiece;
 
 /// Tokens of a launch, sequences times the longest append, up to which one kernel is faster (H200,
 /// head_dim 128: 64 sequences of 2 tokens 11.2 us for 18.5 us with 256 planes, 21.5 us for 28.3 us
@@ -48,8 +46,12 @@ struct Row {
 };
 
 __device__ Row row_at(const AppendArgs& args, int index) {
-  const int lane = index / args.tokens;
-  return {lane / args.kv.kv_heads, lane % args.kv.kv_heads, index % args.tokens};
+  const auto tokens = static_cast<unsigned>(args.tokens);
+  const auto heads = static_cast<unsigned>(args.kv.kv_heads);
+  const unsigned lane = static_cast<unsigned>(index) / tokens;
+  const unsigned item = lane / heads;
+  return {static_cast<int>(item), static_cast<int>(lane - item * heads),
+          static_cast<int>(static_cast<unsigned>(index) - lane * tokens)};
 }
 
 __device__ RowTarget target_of(const AppendArgs& args, const Row& row, bool norms) {
@@ -72,15 +74,17 @@ __device__ RowTarget target_of(const AppendArgs& args, const Row& row, bool norm
   if (!args.stores) return target;
   const KvGeometry& kv = args.kv;
   const std::int64_t row_bytes = kv.row_bytes();
+  const auto number = static_cast<unsigned>(token);  // 64-bit divisions have much code
   target.page = transfer::page_row<float>(
-      kv, const_cast<std::byte*>(sequence.pages[token / kv.page_tokens]), row.head, token);
+      kv, const_cast<std::byte*>(sequence.pages[number / static_cast<unsigned>(kv.page_tokens)]),
+      row.head, token);
   if (token < kv.sink_capacity) {
     target.sink =
         sequence.sink_rows + (std::int64_t{row.head} * kv.sink_capacity + token) * row_bytes;
   }
   // Earlier tokens would share a slot of the ring with later ones.
   if (token >= length + stored - kv.recent_capacity) {
-    const std::int64_t slot = token % kv.recent_capacity;
+    const std::int64_t slot = number % static_cast<unsigned>(kv.recent_capacity);
     target.ring =
         sequence.recent_rows + (std::int64_t{row.head} * kv.recent_capacity + slot) * row_bytes;
   }
@@ -213,7 +217,8 @@ __device__ void sketch_tiles(const AppendArgs& args, int count, Shared& shared) 
       plane_mask(args.geometry.num_planes - static_cast<int>(blockIdx.x) * kBlockPlanes);
   for (int tile = 0; tile * kTileRows < count; ++tile) {
     const int rows = min(count - tile * kTileRows, kTileRows);
-    stage_keys<T>(args, tile, rows, pitch, shared, shared.keys[0], kTileRows * kMaxPitch);
+    stage_keys<T>(args, shared.sources + 2 * kTileRows * tile, rows, pitch, shared.nonfinite[tile],
+                  shared.keys[0], kTileRows * kMaxPitch);
     if (tile == 0) transfer::cuda::copy_async_wait<0>();
     sync_workers();  // keys and planes are there
     write_signs<T>(args.kv.head_dim, pitch, shared);
@@ -231,79 +236,61 @@ __device__ void sketch_tiles(const AppendArgs& args, int count, Shared& shared) 
   }
 }
 
-/// Blocks that write the rows and their norms, the key norms of sign sketches only: a warp takes
-/// `kInFlight` rows at a time.
+/// Blocks that write the rows and their norms, the key norms of sign sketches only.
 template <typename T, bool kScalar>
 __device__ void store_tiles(const AppendArgs& args, int first, int count, Books& shared) {
   const auto lane = static_cast<int>(threadIdx.x % 32);
-  const auto warp = static_cast<int>(threadIdx.x / 32);
   const int pieces = args.kv.head_dim / kPiece;
-  for (int base = 0; base < count; base += kInFlight * kWorkerWarps) {
-    float key_sums[kInFlight] = {};
-    float value_sums[kInFlight] = {};
-    bool nonfinite[kInFlight] = {};
-    for (int begin = 0; begin < 2 * pieces; begin += 32) {
-      const int i = begin + lane;
-      RawPiece raw[kInFlight] = {};
-      HeadSource sources[kInFlight] = {};
-#pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        const int row = base + warp + j * kWorkerWarps;
-        if (row >= count || i >= 2 * pieces) continue;
-        sources[j] = shared.sources[2 * row + i / pieces];
-        if (sources[j].data == nullptr) continue;
-        raw[j] = transfer::cuda::load_piece(sources[j], i % pieces);
+  PieceWalk walk(shared.sources, count, pieces);
+  await_targets();
+  float key_sum = 0.0F;
+  float value_sum = 0.0F;
+  bool nonfinite = false;
+#pragma unroll 1
+  while (walk.next()) {
+    const RowTarget& to = shared.targets[walk.row];
+    uint4 stored{};
+    if (walk.present()) {
+      stored = walk.stored<T>();
+      nonfinite |= transfer::cuda::is_nonfinite(stored, kStored<T>);
+      const float sum = transfer::cuda::sum_of_squares(stored, kStored<T>);
+      (walk.of_keys() ? key_sum : value_sum) += sum;
+    }
+    float scale = 0.0F;
+    if (args.kv.int8_pages) {
+      const int half = walk.of_keys() ? 0 : 1;
+      scale = transfer::cuda::int8_scale_of_lanes(stored, walk.present() ? half : 2);
+    }
+    if (walk.present() && to.page.bytes != nullptr) {
+      if (args.kv.int8_pages) {
+        stored = transfer::cuda::store_int8(to.page, stored, walk.index, pieces, scale);
+        args.factors.store(args.kv, to.page.bytes, walk.index, pieces, scale);
+      } else {
+        reinterpret_cast<uint4*>(to.page.bytes)[walk.index] = stored;
       }
-      if (base == 0 && begin == 0) await_targets();
-#pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        const bool present = sources[j].data != nullptr;
-        uint4 stored{};
-        if (present) {
-          stored =
-              transfer::cuda::store_piece(raw[j], sources[j].dtype, args.kv.dtype, nonfinite[j]);
-          const float sum = sum_of_squares<T>(stored, nonfinite[j]);
-          (i < pieces ? key_sums[j] : value_sums[j]) += sum;
-        }
-        float scale = 0.0F;
-        if (args.kv.int8_pages) {
-          scale = transfer::cuda::int8_scale_of_lanes(stored, present ? i / pieces : 2);
-        }
-        if (!present) continue;
-        const RowTarget& to = shared.targets[base + warp + j * kWorkerWarps];
-        if (to.page.bytes == nullptr) continue;
-        if (args.kv.int8_pages) {
-          stored = transfer::cuda::store_int8(to.page, stored, i, pieces, scale);
-          args.factors.store(args.kv, to.page.bytes, i, pieces, scale);
-        } else {
-          reinterpret_cast<uint4*>(to.page.bytes)[i] = stored;
-        }
-        if (to.sink != nullptr) reinterpret_cast<uint4*>(to.sink)[i] = stored;
-        if (to.ring != nullptr) reinterpret_cast<uint4*>(to.ring)[i] = stored;
+      if (to.sink != nullptr) reinterpret_cast<uint4*>(to.sink)[walk.index] = stored;
+      if (to.ring != nullptr) reinterpret_cast<uint4*>(to.ring)[walk.index] = stored;
+    }
+    if (!walk.last) continue;
+    key_sum = sum_warp(key_sum);
+    value_sum = sum_warp(value_sum);
+    const bool bad = __any_sync(kFullWarp, nonfinite);
+    if (lane == 0 && to.norms != nullptr) {
+      if constexpr (!kScalar) {
+        *reinterpret_cast<std::uint16_t*>(to.norms) = bad ? kNonfiniteNorm : norm_bits(key_sum);
+      }
+      *reinterpret_cast<std::uint16_t*>(to.norms + args.geometry.norms_bytes()) =
+          bad ? kNonfiniteNorm : norm_bits(value_sum);
+    }
+    if (lane == 0 && bad && args.stores) {
+      const transfer::AppendItem& item = args.batch[row_at(args, first + walk.row).item];
+      if (item.flags != nullptr) {
+        transfer::cuda::raise_nonfinite(*item.flags, &transfer::StepFlags::nonfinite_tokens, 1,
+                                        {.token = to.token, .layer = item.layer});
       }
     }
-#pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      const int row = base + warp + j * kWorkerWarps;
-      if (row >= count) continue;
-      const float key_sum = sum_warp(key_sums[j]);
-      const float value_sum = sum_warp(value_sums[j]);
-      const bool bad = __any_sync(kFullWarp, nonfinite[j]);
-      if (lane != 0) continue;
-      std::byte* norms = shared.targets[row].norms;
-      if (norms != nullptr) {
-        if constexpr (!kScalar) {
-          *reinterpret_cast<std::uint16_t*>(norms) = bad ? kNonfiniteNorm : norm_bits(key_sum);
-        }
-        *reinterpret_cast<std::uint16_t*>(norms + args.geometry.norms_bytes()) =
-            bad ? kNonfiniteNorm : norm_bits(value_sum);
-      }
-      if (!bad || !args.stores) continue;
-      const transfer::AppendItem& item = args.batch[row_at(args, first + row).item];
-      if (item.flags == nullptr) continue;
-      transfer::cuda::raise_nonfinite(*item.flags, &transfer::StepFlags::nonfinite_tokens, 1,
-                                      {.token = shared.targets[row].token, .layer = item.layer});
-    }
+    key_sum = value_sum = 0.0F;
+    nonfinite = false;
   }
 }
 
@@ -364,12 +351,12 @@ void append_small(void* stream, const KvGeometry& kv, const transfer::AppendBatc
                     .geometry = target.geometry,
                     .tokens = tokens,
                     .num_rows = batch.count * tokens * kv.kv_heads,
-                    .block_rows = kTileRows,
+                    .block_rows = target.planes.code_bits > 0 ? kCodeRows : kTileRows,
                     .stores = &target == &sketches.front(),
                     .advances = &target == &sketches.back()};
     const bool scalar = target.planes.code_bits > 0;
     const int parts = scalar ? 2 : target.geometry.chunks() * (kChunkBits / kBlockPlanes) + 1;
-    const int tiles = (args.num_rows + kTileRows - 1) / kTileRows;
+    const int tiles = (args.num_rows + args.block_rows - 1) / args.block_rows;
     args.block_rows *= std::clamp(tiles * parts / kEnoughBlocks, 1, kMaxTiles);
     const int groups = (args.num_rows + args.block_rows - 1) / args.block_rows;
     const dim3 grid(static_cast<unsigned>(parts), static_cast<unsigned>(groups));

@@ -25,10 +25,6 @@ inline constexpr int kMaxTiles = 4;             ///< Tiles of a block.
 inline constexpr int kMaxRows = kTileRows * kMaxTiles;
 inline constexpr int kBlockPlanes = 32;  ///< Eight per worker warp.
 inline constexpr int kMaxPitch = 2 * 256 + 16;
-/// Pieces that a thread reads before it uses the first: what a token of eight KV heads has. Twice
-/// as many take twice the code, which takes longer to fetch than to run.
-inline constexpr int kInFlight = 2;
-
 struct AppendArgs {
   transfer::KvGeometry kv;
   transfer::AppendBatch batch;
@@ -106,49 +102,99 @@ __device__ inline void load_planes(const PlanesView& planes, int first, int coun
   transfer::cuda::copy_async_commit();
 }
 
-/// Keys of a tile to `keys`, in bf16, the low part of fp16 keys `part_bytes` behind; K and V are
-/// searched for NaN and infinity.
+/// A warp's way through every fourth of some rows: a lane has a piece of K or V at a time, and
+/// reads the next one meanwhile. Code is kept small, without divisions or copies of a loop: in a
+/// step it takes longer to fetch than to run.
+class PieceWalk {
+ public:
+  /// `sources [2 * rows]`; `pieces` of a head.
+  __device__ PieceWalk(const transfer::cuda::HeadSource* sources, int rows, int pieces)
+      : sources_(sources),
+        rows_(rows),
+        pieces_(pieces),
+        next_row_(static_cast<int>(threadIdx.x / 32)),
+        next_index_(lane()) {
+    read();
+  }
+
+  /// Goes on to the next piece; false: there is none.
+  __device__ bool next() {
+    if (next_row_ >= rows_) return false;
+    row = next_row_;
+    index = next_index_;
+    last = index - lane() + 32 >= 2 * pieces_;
+    source_ = next_source_;
+    raw_ = next_raw_;
+    next_row_ += last ? kWorkerWarps : 0;
+    next_index_ = last ? lane() : index + 32;
+    read();
+    return true;
+  }
+  /// Whether this lane has a piece, of a token that there is.
+  [[nodiscard]] __device__ bool present() const { return source_.data != nullptr; }
+  [[nodiscard]] __device__ bool of_keys() const { return index < pieces_; }
+  /// As it is stored.
+  template <typename T>
+  [[nodiscard]] __device__ uint4 stored() const {
+    return transfer::cuda::store_piece(raw_, source_.dtype, kStored<T>);
+  }
+
+  int row;
+  int index;  ///< Of the piece, those of V behind those of K.
+  bool last;  ///< Of the row.
+
+ private:
+  static __device__ int lane() { return static_cast<int>(threadIdx.x % 32); }
+  __device__ void read() {
+    next_source_ = {};
+    if (next_row_ >= rows_ || next_index_ >= 2 * pieces_) return;
+    const bool is_value = next_index_ >= pieces_;
+    next_source_ = sources_[2 * next_row_ + (is_value ? 1 : 0)];
+    if (next_source_.data == nullptr) return;
+    next_raw_ = transfer::cuda::load_piece(next_source_, next_index_ - (is_value ? pieces_ : 0));
+  }
+
+  const transfer::cuda::HeadSource* sources_;
+  int rows_;
+  int pieces_;
+  int next_row_;
+  int next_index_;
+  transfer::cuda::HeadSource source_{};
+  transfer::cuda::HeadSource next_source_{};
+  transfer::cuda::RawPiece raw_{};
+  transfer::cuda::RawPiece next_raw_{};
+};
+
+/// Keys of a tile to `keys`, in bf16, the low part of fp16 keys `part_bytes` behind; zeros for
+/// tokens that are not there. Rows with NaN or infinity in K or V set their bits in `nonfinite`.
 template <typename T>
-__device__ void stage_keys(const AppendArgs& args, int tile, int rows, int pitch, Books& shared,
-                           std::byte* keys, int part_bytes) {
+__device__ void stage_keys(const AppendArgs& args, const transfer::cuda::HeadSource* sources,
+                           int rows, int pitch, unsigned& nonfinite, std::byte* keys,
+                           int part_bytes) {
   const int pieces = args.kv.head_dim / transfer::cuda::kPiece;
-  const int count = rows * 2 * pieces;
-  const transfer::cuda::HeadSource* sources = shared.sources + 2 * kTileRows * tile;
-  for (int base = static_cast<int>(threadIdx.x); base < count; base += kInFlight * kWorkers) {
-    transfer::cuda::RawPiece raw[kInFlight] = {};
+  PieceWalk walk(sources, rows, pieces);
+#pragma unroll 1
+  while (walk.next()) {
+    uint4 stored{};
+    if (walk.present()) stored = walk.stored<T>();
+    if (transfer::cuda::is_nonfinite(stored, kStored<T>)) atomicOr(&nonfinite, 1U << walk.row);
+    if (!walk.of_keys()) continue;
+    const int at = walk.row * pitch + walk.index * 2 * transfer::cuda::kPiece;
+    if constexpr (std::is_same_v<T, __half>) {
+      const unsigned pairs[4] = {stored.x, stored.y, stored.z, stored.w};
+      unsigned high[4];
+      unsigned low[4];
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      const int i = base + j * kWorkers;
-      if (i >= count || sources[i / pieces].data == nullptr) continue;
-      raw[j] = transfer::cuda::load_piece(sources[i / pieces], i % pieces);
-    }
-#pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      const int i = base + j * kWorkers;
-      if (i >= count) continue;
-      const int part = i / pieces;
-      bool bad = false;
-      const uint4 stored =
-          transfer::cuda::store_piece(raw[j], sources[part].dtype, args.kv.dtype, bad);
-      if (bad) atomicOr(&shared.nonfinite[tile], 1U << (part / 2));
-      if (part % 2 != 0) continue;
-      const int at = part / 2 * pitch + i % pieces * 2 * transfer::cuda::kPiece;
-      if constexpr (std::is_same_v<T, __half>) {
-        const unsigned pairs[4] = {stored.x, stored.y, stored.z, stored.w};
-        unsigned high[4];
-        unsigned low[4];
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-          const float2 x = widen<T>(pairs[p]);
-          const auto split = transfer::cuda::split_pair<__nv_bfloat16>(x.x, x.y);
-          high[p] = split.high;
-          low[p] = split.low;
-        }
-        *reinterpret_cast<uint4*>(keys + at) = {high[0], high[1], high[2], high[3]};
-        *reinterpret_cast<uint4*>(keys + part_bytes + at) = {low[0], low[1], low[2], low[3]};
-      } else {
-        *reinterpret_cast<uint4*>(keys + at) = stored;
+      for (int p = 0; p < 4; ++p) {
+        const float2 x = widen<T>(pairs[p]);
+        const auto split = transfer::cuda::split_pair<__nv_bfloat16>(x.x, x.y);
+        high[p] = split.high;
+        low[p] = split.low;
       }
+      *reinterpret_cast<uint4*>(keys + at) = {high[0], high[1], high[2], high[3]};
+      *reinterpret_cast<uint4*>(keys + part_bytes + at) = {low[0], low[1], low[2], low[3]};
+    } else {
+      *reinterpret_cast<uint4*>(keys + at) = stored;
     }
   }
 }

@@ -15,6 +15,9 @@
 namespace kvtier::hashing::cuda {
 
 template <typename T>
+inline constexpr DType kStored = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
+
+template <typename T>
 __device__ inline float2 widen(unsigned pair) {
   if constexpr (std::is_same_v<T, __half>) {
     return __half22float2(*reinterpret_cast<const __half2*>(&pair));

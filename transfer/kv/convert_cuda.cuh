@@ -36,16 +36,23 @@ __device__ inline void raise_nonfinite(const QueryItem& item) {
   raise_nonfinite(*item.flags, &StepFlags::nonfinite_queries, 1, item.place());
 }
 
-/// Returns the bits of a value rounded to the storage dtype, and whether they are NaN or infinity.
-__device__ inline std::uint16_t to_storage(float value, DType dtype, bool& nonfinite) {
-  if (dtype == DType::kFloat16) {
-    const std::uint16_t bits = __half_as_ushort(__float2half_rn(value));
-    nonfinite |= (bits & 0x7C00U) == 0x7C00U;
-    return bits;
-  }
-  const std::uint16_t bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
-  nonfinite |= (bits & 0x7F80U) == 0x7F80U;
-  return bits;
+/// Returns the bits of a value rounded to the storage dtype.
+__device__ inline std::uint16_t to_storage(float value, DType dtype) {
+  if (dtype == DType::kFloat16) return __half_as_ushort(__float2half_rn(value));
+  return __bfloat16_as_ushort(__float2bfloat16_rn(value));
+}
+
+/// The largest magnitude of eight 16-bit floats, as the bits of one; NaN comes last.
+__device__ inline unsigned largest_magnitude(const uint4& piece) {
+  constexpr unsigned kMagnitudes = 0x7FFF7FFFU;
+  const unsigned most = __vmaxu2(__vmaxu2(piece.x & kMagnitudes, piece.y & kMagnitudes),
+                                 __vmaxu2(piece.z & kMagnitudes, piece.w & kMagnitudes));
+  return max(most & 0xFFFFU, most >> 16);
+}
+
+/// Whether one of eight stored elements is NaN or infinity.
+__device__ inline bool is_nonfinite(const uint4& stored, DType dtype) {
+  return largest_magnitude(stored) >= (dtype == DType::kFloat16 ? 0x7C00U : 0x7F80U);
 }
 
 /// Elements that one thread reads at a time; every head_dim is a multiple.
@@ -74,7 +81,9 @@ struct RawPiece {
 /// Reads piece `index`, past L1: nothing older than the previous kernels is seen.
 __device__ inline RawPiece load_piece(const HeadSource& source, int index) {
   RawPiece raw{};
-  if (source.dtype == DType::kFloat32) {
+  if (source.aligned && source.dtype != DType::kFloat32) [[likely]] {
+    raw.low = __ldcg(reinterpret_cast<const uint4*>(source.data) + index);
+  } else if (source.dtype == DType::kFloat32) {
     if (source.aligned) {
       const auto* from = reinterpret_cast<const uint4*>(source.data) + 2 * index;
       raw.low = __ldcg(from);
@@ -84,8 +93,6 @@ __device__ inline RawPiece load_piece(const HeadSource& source, int index) {
       raw.low = {__ldcg(from), __ldcg(from + 1), __ldcg(from + 2), __ldcg(from + 3)};
       raw.high = {__ldcg(from + 4), __ldcg(from + 5), __ldcg(from + 6), __ldcg(from + 7)};
     }
-  } else if (source.aligned) {
-    raw.low = __ldcg(reinterpret_cast<const uint4*>(source.data) + index);
   } else {
     const auto* from = reinterpret_cast<const unsigned short*>(source.data) + kPiece * index;
     unsigned pairs[4];
@@ -160,15 +167,17 @@ __device__ inline void pack_query(const QueryItem& item, int heads, int head_dim
   if (__syncthreads_or(nonfinite) != 0 && threadIdx.x == 0) raise_nonfinite(item);
 }
 
-/// Rounds a piece to the storage dtype; sets `nonfinite` when an element is NaN or infinity then.
-__device__ inline uint4 store_piece(const RawPiece& raw, DType from, DType to, bool& nonfinite) {
+/// Rounds a piece to the storage dtype. One that has that dtype takes a short way: the code of a
+/// step takes longer to fetch than to run.
+__device__ inline uint4 store_piece(const RawPiece& raw, DType from, DType to) {
+  if (from == to) [[likely]]
+    return raw.low;
   float x[kPiece];
   to_floats(raw, from, x);
   unsigned pairs[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const unsigned low = to_storage(x[2 * i], to, nonfinite);
-    pairs[i] = low | static_cast<unsigned>(to_storage(x[2 * i + 1], to, nonfinite)) << 16;
+    pairs[i] = to_storage(x[2 * i], to) | static_cast<unsigned>(to_storage(x[2 * i + 1], to)) << 16;
   }
   return {pairs[0], pairs[1], pairs[2], pairs[3]};
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "transfer/kv/check_sums_cuda.cuh"
+#include "transfer/kv/convert_cuda.cuh"
 #include "transfer/kv/page_rows.h"
 
 #include <cuda_bf16.h>
@@ -10,14 +11,6 @@
 
 /// Rows of int8 on a GPU, bit for bit those of transfer/kv/page_rows.h. For `*_cuda.*` files only.
 namespace kvtier::transfer::cuda {
-
-/// The largest magnitude of eight bf16 numbers, as the bits of one; NaN comes last.
-__device__ inline unsigned largest_magnitude(const uint4& piece) {
-  constexpr unsigned kMagnitudes = 0x7FFF7FFFU;
-  const unsigned most = __vmaxu2(__vmaxu2(piece.x & kMagnitudes, piece.y & kMagnitudes),
-                                 __vmaxu2(piece.z & kMagnitudes, piece.w & kMagnitudes));
-  return max(most & 0xFFFFU, most >> 16);
-}
 
 /// `int8_scale` of the bits of a magnitude in bf16.
 __device__ inline float int8_scale_of(unsigned magnitude) {

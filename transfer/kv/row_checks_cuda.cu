@@ -32,8 +32,9 @@ __device__ std::uint32_t check_of_new_row(const KvGeometry& geometry, const Appe
     if (present) {
       const TokenTensor& tensor = at < pieces ? item.keys : item.values;
       const cuda::HeadSource source = cuda::head_source(tensor, i, head);
-      piece = cuda::store_piece(cuda::load_piece(source, at % pieces), source.dtype, geometry.dtype,
-                                nonfinite);
+      piece =
+          cuda::store_piece(cuda::load_piece(source, at % pieces), source.dtype, geometry.dtype);
+      nonfinite |= cuda::is_nonfinite(piece, geometry.dtype);
     }
     if (geometry.int8_pages) {
       const float scale = cuda::int8_scale_of_lanes(piece, present ? at / pieces : 2);

@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(kThreads)
       const TokenTensor& tensor = is_key ? item.keys : item.values;
       const cuda::RawPiece raw =
           cuda::load_piece(cuda::head_source(tensor, token, head), is_key ? piece : piece - pieces);
-      const uint4 stored = cuda::store_piece(raw, tensor.dtype, geometry.dtype, bad);
+      const uint4 stored = cuda::store_piece(raw, tensor.dtype, geometry.dtype);
+      bad |= cuda::is_nonfinite(stored, geometry.dtype);
       row[piece] = stored;
       if (squares != nullptr) {
         (is_key ? mine.key : mine.value) += cuda::sum_of_squares(stored, geometry.dtype);
