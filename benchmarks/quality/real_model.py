@@ -22,6 +22,7 @@ BITS = "2026-11-25-h100-smollm2-bits.json"
 TARGETS = ("0.032", "0.045", "0.063", "0.089")
 STEPS = "2026-11-23-h200-priority-step.json"
 DRAWS = "2026-11-26-h100-smollm2-draws.json"
+HUNDREDTH = "2026-11-27-h100-smollm2-100x.json"
 MASS = "2026-11-26-cpu-smollm2-mass.json"
 NEEDLE = "2026-11-26-cpu-needle-llama-error.json"
 
@@ -149,8 +150,29 @@ def perplexity_cell(rows, kind, selection):
     return cell + f"{100 * standard_error(sequences):.2f}; {len(draws)})"
 
 
+def cases_of_draws():
+    return read(DRAWS)["cases"] + [row for row in read(HUNDREDTH)["cases"] if "error_target" not in row]
+
+
+def heads_table():
+    """Of selections per query head: the rows that heads attend together, and the KL divergence, with error targets and a fixed k."""
+    targets = [row for row in read(HUNDREDTH)["cases"] if "error_target" in row and row["selection"] == "per_query_head"]
+    lines = ["| | continuation: rows, KL | copying | needles |", "|---|---|---|---|"]
+    for target in sorted({row["error_target"] for row in targets}):
+        found = [pick(targets, kind=kind, error_target=target) for kind in KINDS]
+        cells = (f"{statistics.mean(row['rows_attended']):.0f}, {short(statistics.mean(row['kl']))}" for row in found)
+        lines.append(f"| error target {target} | {' | '.join(cells)} |")
+    cells = []
+    for kind in KINDS:
+        rows = draw_rows_of(cases_of_draws(), kind, "per_query_head", 100)
+        attended = statistics.mean(statistics.mean(row["rows_attended"]) for row in rows)
+        cells.append(f"{attended:.0f}, {short(statistics.mean(statistics.mean(row['kl']) for row in rows))}")
+    lines.append(f"| k = 76 for each head | {' | '.join(cells)} |")
+    return lines
+
+
 def draws_table():
-    rows = read(DRAWS)["cases"]
+    rows = cases_of_draws()
     lines = ["| sets | | continuation | copying | needles |", "|---|---|---|---|---|"]
     for selection, sets in SETS.items():
         for sparsity in LEVELS:
@@ -240,7 +262,7 @@ def error_range(rows, sparsity):
 
 
 def targets_table():
-    rows, recorded, needle = read(DRAWS)["cases"], read(MASS)["rows"], read(NEEDLE)["rows"]
+    rows, recorded, needle = cases_of_draws(), read(MASS)["rows"], read(NEEDLE)["rows"]
     lines = ["| | must | aim | measured |", "|---|---|---|---|"]
     wanted = {10: (".0002, .0003", ".0001, .0002"), 33: (".0012, .0025", ".0008, .0016"), 100: (".007, .015", ".004, .010")}
     for sparsity, (must, aim) in wanted.items():
@@ -326,6 +348,7 @@ def main():
     new = with_table(new, "targets", targets_table())
     new = with_table(new, "draws", draws_table())
     new = with_table(new, "equal", equal_table())
+    new = with_table(new, "heads", heads_table())
     new = with_table(new, "mass", mass_table())
     new = with_table(new, "error", error_table())
     if arguments.check:
