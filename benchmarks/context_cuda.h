@@ -55,7 +55,7 @@ class Context {
   Run& run_;
   ContextShape shape_;
   std::optional<services::DriftModel> drift_;
-  services::Calibration calibration_;
+  services::DriftFit calibration_;
   std::vector<services::LayerSource> sources_;    ///< Of each sequence.
   std::vector<services::QuerySource> queries_;    ///< `[layers, batch]`
   transfer::Buffer host_queries_;                 ///< Pinned, `[steps, layers, batch]`

@@ -6,10 +6,10 @@
 #include "services/console/number_option.h"
 #include "services/serve/serve.h"
 #include "services/tools/calibrate/calibrate.h"
-#include "services/tools/manual/command.h"
+#include "services/tools/manual/manual.h"
 #include "services/tools/plan/plan.h"
-#include "services/tools/replay/command.h"
-#include "services/tools/stress/command.h"
+#include "services/tools/replay/replay.h"
+#include "services/tools/stress/stress.h"
 #include "services/tools/top/top.h"
 
 #include <CLI/CLI.hpp>

@@ -1,4 +1,4 @@
-#include "services/tools/manual/completion.h"
+#include "services/tools/manual/manual.h"
 
 #include <string_view>
 #include <vector>

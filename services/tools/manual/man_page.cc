@@ -1,6 +1,6 @@
-#include "services/tools/manual/man_page.h"
-
 #include "kvtier/error.h"
+
+#include "services/tools/manual/manual.h"
 
 #include <algorithm>
 #include <cctype>

@@ -1,10 +1,9 @@
-#include "services/tools/stress/command.h"
-
 #include "services/console/enum_names.h"
 #include "services/console/named_option.h"
 #include "services/console/number_option.h"
 #include "services/console/text.h"
 #include "services/tools/plan/plan.h"
+#include "services/tools/stress/stress.h"
 
 #include <CLI/CLI.hpp>
 

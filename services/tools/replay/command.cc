@@ -1,5 +1,3 @@
-#include "services/tools/replay/command.h"
-
 #include "kvtier/error.h"
 
 #include "services/console/enum_names.h"
@@ -8,7 +6,7 @@
 #include "services/console/retrieval_options.h"
 #include "services/evaluation/selection_trace.h"
 #include "services/evaluation/trace.h"
-#include "services/tools/replay/replay_report.h"
+#include "services/tools/replay/replay.h"
 
 #include <CLI/CLI.hpp>
 

@@ -2,15 +2,22 @@
 
 #include "kvtier/config.h"
 
+#include "services/console/console.h"
 #include "services/evaluation/replay_metrics.h"
 #include "services/evaluation/trace.h"
 
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <ostream>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
+
+namespace CLI {
+class App;
+}
 
 namespace kvtier::services {
 
@@ -91,5 +98,28 @@ struct ReplayOptions {
 /// grid, and measures each against dense attention in double. One prefill serves all selectors.
 /// Throws `kInvalidArgument` for options that do not fit the trace, and what `Engine` throws.
 [[nodiscard]] ReplayReport replay(const Trace& trace, const ReplayOptions& options);
+
+/// Writes the report as an aligned table, means over layers.
+void write_table(std::ostream& out, const Trace& trace, const ReplayReport& report);
+
+/// Returns the report as JSON: `dense` and `rows`, each with `mean` and `layers`. A metric that no
+/// step could measure is null.
+[[nodiscard]] std::string to_json(const Trace& trace, const ReplayOptions& options,
+                                  const ReplayReport& report);
+
+/// The subcommand `replay`.
+struct ReplayCommand {
+  std::string trace;
+  std::string json;
+  std::string record_ids;
+  ReplayOptions options;
+};
+
+/// Adds the subcommand and its options to a program.
+void add_replay(CLI::App& program, ReplayCommand& command);
+
+/// Replays, and writes the table and what else was asked for. Throws what `Trace::open`, `replay`
+/// and `AtomicFile` throw.
+void run_replay(ReplayCommand& command, const Console& console);
 
 }  // namespace kvtier::services

@@ -1,8 +1,7 @@
-#include "services/tools/replay/replay_report.h"
-
 #include "services/console/enum_names.h"
 #include "services/console/json_report.h"
 #include "services/console/text.h"
+#include "services/tools/replay/replay.h"
 
 #include <nlohmann/json.hpp>
 

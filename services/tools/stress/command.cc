@@ -1,23 +1,49 @@
-#include "services/tools/stress/command.h"
-
 #include "services/console/enum_names.h"
 #include "services/console/json_report.h"
 #include "services/console/named_option.h"
 #include "services/console/number_option.h"
 #include "services/console/retrieval_options.h"
-#include "services/tools/stress/interrupt.h"
 #include "services/tools/stress/progress.h"
-#include "services/tools/stress/report.h"
 #include "services/tools/stress/stress.h"
 
 #include <CLI/CLI.hpp>
 
+#include <atomic>
+#include <csignal>
 #include <vector>
 
 namespace kvtier::services {
 namespace {
 
 constexpr int kExitInterrupted = 130;
+
+/// Turns SIGINT and SIGTERM into a flag while it lives: the first one sets the flag, a second one
+/// ends the program as it would without. At most one at a time.
+class InterruptFlag {
+ public:
+  InterruptFlag() {
+    raised = false;
+    struct sigaction action {};
+    action.sa_handler = [](int /*signal*/) { raised = true; };
+    action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGINT, &action, &interrupt_);
+    sigaction(SIGTERM, &action, &terminate_);
+  }
+  InterruptFlag(const InterruptFlag&) = delete;  // the handlers are the process's
+  InterruptFlag& operator=(const InterruptFlag&) = delete;
+  ~InterruptFlag() {
+    sigaction(SIGINT, &interrupt_, nullptr);
+    sigaction(SIGTERM, &terminate_, nullptr);
+  }
+
+  static inline std::atomic<bool> raised = false;
+  static_assert(std::atomic<bool>::is_always_lock_free);  // a handler may touch nothing else
+
+ private:
+  struct sigaction interrupt_ {};
+  struct sigaction terminate_ {};
+};
 
 }  // namespace
 
@@ -80,7 +106,7 @@ int run_stress(const StressCommand& command, const Console& console,
   StressRun run(command.options,
                 {.log = log,
                  .progress = [&progress](const StressProgress& now) { progress.show(now); },
-                 .interrupted = InterruptFlag::raised});
+                 .interrupted = [] { return InterruptFlag::raised.load(); }});
   run.run();
   progress.finish();
   write_report(json.text(), run.options(), run.report());

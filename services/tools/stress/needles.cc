@@ -187,8 +187,8 @@ class GroupRanking {
 
 }  // namespace
 
-Calibration calibrate_drift(const SyntheticShape& shape, const LayerSource& source, int threads,
-                            DriftModel model, std::optional<double> per_33) {
+DriftFit calibrate_drift(const SyntheticShape& shape, const LayerSource& source, int threads,
+                         DriftModel model, std::optional<double> per_33) {
   constexpr std::int64_t kSample = 16384;
   constexpr int kPairs = 24;
   const std::int64_t dim = shape.head_dim;
@@ -209,7 +209,7 @@ Calibration calibrate_drift(const SyntheticShape& shape, const LayerSource& sour
     logits.push_back(logits_of(source, head, queries, dim, tokens, threads));
   }
 
-  Calibration found;
+  DriftFit found;
   std::vector<LogitPair> pairs;
   double spread = 0.0;
   for (const std::vector<float>& values : logits) {

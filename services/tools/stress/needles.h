@@ -25,7 +25,7 @@ struct StepOverlap {
 /// Standard deviation of q.k / sqrt(head_dim) over the tokens of a step in the recorded trace.
 inline constexpr double kTraceLogitSpread = 3.87;
 
-struct Calibration {
+struct DriftFit {
   QueryDrift drift;
   StepOverlap overlap;  ///< Reached on the sample.
 };
@@ -33,9 +33,9 @@ struct Calibration {
 /// Finds the drift with which queries overlap from step to step as those of `model` (the sum of
 /// both overlaps; given one, that at N/33), and spread over keys as in the recorded trace: by
 /// bisection on a sample of layer 0's keys.
-[[nodiscard]] Calibration calibrate_drift(const SyntheticShape& shape, const LayerSource& source,
-                                          int threads, DriftModel model,
-                                          std::optional<double> per_33 = {});
+[[nodiscard]] DriftFit calibrate_drift(const SyntheticShape& shape, const LayerSource& source,
+                                       int threads, DriftModel model,
+                                       std::optional<double> per_33 = {});
 
 struct NeedleRequest {
   int sequence = 0;

@@ -1,8 +1,7 @@
-#include "services/tools/stress/report.h"
-
 #include "services/console/enum_names.h"
 #include "services/console/json_report.h"
 #include "services/console/text.h"
+#include "services/tools/stress/stress.h"
 
 #include <nlohmann/json.hpp>
 
@@ -178,7 +177,7 @@ StepTimes step_times(std::vector<double> seconds) {
 
 void write_report(std::ostream& out, const StressOptions& options, const StressReport& report) {
   const Figures f = figures_of(options, report);
-  const Calibration& calibration = report.calibration;
+  const DriftFit& calibration = report.calibration;
   if (report.interrupted) out << "interrupted: what was measured until then\n";
   out << "shape    " << (options.preset.empty() ? "" : options.preset + ": ") << options.tokens
       << " tokens, " << *options.layers << " layer(s), " << *options.query_heads << " query heads, "
@@ -212,7 +211,7 @@ std::string to_json(const StressOptions& options, const StressReport& report) {
   const Figures f = figures_of(options, report);
   const RetrievalConfig retrieval = options.retrieval();
   const Stats::Snapshot& memory = report.memory;
-  const Calibration& calibration = report.calibration;
+  const DriftFit& calibration = report.calibration;
   nlohmann::json json = {
       {"options",
        {{"preset", options.preset.empty() ? nlohmann::json() : nlohmann::json(options.preset)},

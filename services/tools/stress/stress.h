@@ -2,6 +2,7 @@
 
 #include "kvtier/engine.h"
 
+#include "services/console/console.h"
 #include "services/tools/stress/device.h"
 #include "services/tools/stress/memory.h"
 #include "services/tools/stress/needles.h"
@@ -11,8 +12,15 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <ostream>
+#include <string>
 #include <string_view>
 #include <vector>
+
+namespace CLI {
+class App;
+class Option;
+}  // namespace CLI
 
 namespace kvtier::services {
 
@@ -52,7 +60,7 @@ struct ImposedShare {
 
 struct StressReport {
   MemoryNeed need;
-  Calibration calibration;
+  DriftFit calibration;
   bool interrupted = false;
 
   double engine_seconds = 0.0;       ///< To allocate and pin.
@@ -126,5 +134,36 @@ class StressRun {
   std::vector<std::vector<LayerSource>> sources_;  ///< `[batch][layers]`
   std::vector<std::vector<float>> outputs_;        ///< Of layer 0, of each step looked at.
 };
+
+/// Times of steps, in seconds; NaN of none.
+struct StepTimes {
+  double mean = 0, min = 0, p50 = 0, p90 = 0, p99 = 0, max = 0;
+};
+
+/// Percentiles by nearest rank.
+[[nodiscard]] StepTimes step_times(std::vector<double> seconds);
+
+/// Writes what a run measured, for a reader. After an interruption: what there is.
+void write_report(std::ostream& out, const StressOptions& options, const StressReport& report);
+
+/// Returns the report as JSON (docs/stress.md names the keys).
+[[nodiscard]] std::string to_json(const StressOptions& options, const StressReport& report);
+
+/// The subcommand `stress`.
+struct StressCommand {
+  std::string json;
+  StressOptions options;
+};
+
+/// Adds --preset, which every command has that takes a shape.
+CLI::Option* add_preset(CLI::App& app, StressOptions& options);
+
+/// Adds the subcommand and its options to a program.
+void add_stress(CLI::App& program, StressCommand& command);
+
+/// Runs it. Returns the exit code: 0, or 130 after SIGINT or SIGTERM, when what was measured until
+/// then has been written. Throws what `StressRun` and `AtomicFile` throw.
+[[nodiscard]] int run_stress(const StressCommand& command, const Console& console,
+                             const std::function<void(LogLevel, std::string_view)>& log);
 
 }  // namespace kvtier::services

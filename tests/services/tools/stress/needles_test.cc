@@ -105,7 +105,7 @@ TEST_P(StressNeedles, RankBetweenAnEighthAndAHalfOfK) {
 TEST_P(StressNeedles, DriftOverlapsAsText) {
   const SyntheticShape shape = needle_shape(GetParam());
   const LayerSource source(shape, 0, 0, std::make_shared<NoiseTable>(shape.seed));
-  const Calibration found = calibrate_drift(shape, source, 2, DriftModel::kSmolLm2);
+  const DriftFit found = calibrate_drift(shape, source, 2, DriftModel::kSmolLm2);
   const StepOverlap text = overlap_of(DriftModel::kSmolLm2);
   EXPECT_NEAR(found.overlap.per_100 + found.overlap.per_33, text.per_100 + text.per_33, 0.01);
   EXPECT_NEAR(found.overlap.per_100, text.per_100, 0.03);
@@ -115,7 +115,7 @@ TEST_P(StressNeedles, DriftOverlapsAsTheRecordedTrace) {
   const SyntheticShape shape = needle_shape(GetParam());
   const LayerSource source(shape, 0, 0, std::make_shared<NoiseTable>(shape.seed));
   const StepOverlap trace = overlap_of(DriftModel::kNeedleLlama);
-  const Calibration found = calibrate_drift(shape, source, 2, DriftModel::kNeedleLlama);
+  const DriftFit found = calibrate_drift(shape, source, 2, DriftModel::kNeedleLlama);
 
   EXPECT_NEAR(found.overlap.per_100 + found.overlap.per_33, trace.per_100 + trace.per_33, 0.01);
   EXPECT_NEAR(found.overlap.per_100, trace.per_100, 0.03);

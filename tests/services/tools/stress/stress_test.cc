@@ -2,7 +2,7 @@
 
 #include "kvtier/error.h"
 
-#include "services/tools/stress/report.h"
+#include "services/tools/stress/stress.h"
 
 #include <gmock/gmock.h>
 
