@@ -2,7 +2,7 @@
 #include "benchmarks/tiers/benchmarks.h"
 #include "benchmarks/tiers/fio.h"
 #include "services/console/enum_names.h"
-#include "services/console/named_option.h"
+#include "services/console/options.h"
 
 #include <CLI/CLI.hpp>
 

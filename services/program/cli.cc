@@ -3,7 +3,7 @@
 #include "kvtier/error.h"
 
 #include "services/console/log.h"
-#include "services/console/number_option.h"
+#include "services/console/options.h"
 #include "services/serve/serve.h"
 #include "services/tools/calibrate/calibrate.h"
 #include "services/tools/manual/manual.h"

@@ -1,8 +1,7 @@
 #pragma once
 
 #include "services/console/console.h"
-#include "services/serve/call_log.h"
-#include "services/serve/grpc_log.h"
+#include "services/serve/server_log.h"
 #include "services/serve/supervisor.h"
 #include "services/serve/watchdog.h"
 #include "services/server/server.h"

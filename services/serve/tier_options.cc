@@ -2,9 +2,8 @@
 
 #include "kvtier/error.h"
 
-#include "services/console/number_option.h"
+#include "services/console/options.h"
 #include "services/page_cache/page_store.h"
-#include "services/serve/option.h"
 
 #include <chrono>
 #include <cstddef>

@@ -4,8 +4,7 @@
 
 #include "services/console/atomic_file.h"
 #include "services/console/enum_names.h"
-#include "services/console/named_option.h"
-#include "services/console/number_option.h"
+#include "services/console/options.h"
 #include "services/console/text.h"
 
 #include <CLI/CLI.hpp>

@@ -1,6 +1,5 @@
 #include "services/console/enum_names.h"
-#include "services/console/named_option.h"
-#include "services/console/number_option.h"
+#include "services/console/options.h"
 #include "services/console/text.h"
 #include "services/tools/plan/plan.h"
 #include "services/tools/stress/stress.h"

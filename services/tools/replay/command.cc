@@ -2,8 +2,7 @@
 
 #include "services/console/enum_names.h"
 #include "services/console/json_report.h"
-#include "services/console/named_option.h"
-#include "services/console/retrieval_options.h"
+#include "services/console/options.h"
 #include "services/evaluation/selection_trace.h"
 #include "services/evaluation/trace.h"
 #include "services/tools/replay/replay.h"

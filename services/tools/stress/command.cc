@@ -1,8 +1,6 @@
 #include "services/console/enum_names.h"
 #include "services/console/json_report.h"
-#include "services/console/named_option.h"
-#include "services/console/number_option.h"
-#include "services/console/retrieval_options.h"
+#include "services/console/options.h"
 #include "services/tools/stress/progress.h"
 #include "services/tools/stress/stress.h"
 

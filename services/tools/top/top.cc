@@ -4,7 +4,7 @@
 #include "kvtier/v1/admin.grpc.pb.h"
 
 #include "services/base/endpoint.h"
-#include "services/console/number_option.h"
+#include "services/console/options.h"
 #include "services/metrics/http_get.h"
 #include "services/metrics/metrics_reading.h"
 #include "services/tools/top/terminal.h"

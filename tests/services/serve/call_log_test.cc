@@ -1,4 +1,4 @@
-#include "services/serve/call_log.h"
+#include "services/serve/server_log.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,6 +1,11 @@
-#include "services/serve/call_log.h"
+#include "services/serve/server_log.h"
+
+#include <grpc/support/log.h>
 
 #include <exception>
+#include <mutex>
+#include <shared_mutex>
+#include <string_view>
 
 namespace kvtier::services {
 namespace {
@@ -22,6 +27,26 @@ LogEvent describe(const Operation& operation) {
     return {.level = LogLevel::kWarning, .event = "call_slow", .message = "a call took long"};
   }
   return {.level = LogLevel::kDebug, .event = "call", .message = "a call ended"};
+}
+
+constexpr std::size_t kMostBytes = 512;
+
+/// Guards `grpc_sink`, which threads of gRPC may use when its owner ends.
+std::shared_mutex& log_mutex() {
+  static auto* const mutex = new std::shared_mutex;
+  return *mutex;
+}
+Log* grpc_sink = nullptr;
+
+void take(gpr_log_func_args* line) {
+  const std::shared_lock lock(log_mutex());
+  if (grpc_sink == nullptr) return;
+  LogLevel level = LogLevel::kWarning;
+  if (line->severity == GPR_LOG_SEVERITY_DEBUG) level = LogLevel::kDebug;
+  if (line->severity == GPR_LOG_SEVERITY_INFO) level = LogLevel::kInfo;
+  grpc_sink->write({.level = level,
+                    .event = "grpc",
+                    .message = std::string_view(line->message).substr(0, kMostBytes)});
 }
 
 }  // namespace
@@ -49,6 +74,19 @@ void CallLog::device_failed() noexcept {
   } catch (const std::exception&) {
     // As above.
   }
+}
+
+GrpcLog::GrpcLog(Log& to) {
+  {
+    const std::unique_lock lock(log_mutex());
+    grpc_sink = &to;
+  }
+  gpr_set_log_function(&take);
+}
+
+GrpcLog::~GrpcLog() {
+  const std::unique_lock lock(log_mutex());
+  grpc_sink = nullptr;
 }
 
 }  // namespace kvtier::services

@@ -1,0 +1,175 @@
+#pragma once
+
+#include <CLI/CLI.hpp>
+
+#include <algorithm>
+#include <cctype>
+#include <cstdint>
+#include <sstream>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+/// Options of several commands. What CLI11 itself says of a wrong number does not name what was
+/// expected.
+namespace kvtier::services {
+
+/// Takes a number within bounds; refuses NaN, which no comparison finds outside.
+template <typename Number>
+[[nodiscard]] CLI::Validator between(Number lowest, Number highest) {
+  std::ostringstream bounds;
+  bounds << lowest << " to " << highest;
+  return CLI::Validator(
+      [lowest, highest, expected = "expected " + bounds.str()](std::string& text) {
+        Number value{};
+        const bool within =
+            CLI::detail::lexical_cast(text, value) && lowest <= value && value <= highest;
+        return within ? std::string() : expected + ", found " + text;
+      },
+      bounds.str());
+}
+
+/// Takes what can be read as a `Number`.
+template <typename Number>
+[[nodiscard]] CLI::Validator number_expected(const std::string& expected) {
+  return CLI::Validator(
+      [expected](std::string& text) {
+        Number value{};
+        const bool wraps = std::is_unsigned_v<Number> && text.starts_with('-');
+        const bool good = !wraps && CLI::detail::lexical_cast(text, value);
+        return good ? std::string() : "expected " + expected + ", found " + text;
+      },
+      "");
+}
+
+/// Adds an option that takes sizes such as 64K or 1G (2^10, 2^30), in any case.
+template <typename Number>
+CLI::Option* add_size(CLI::App& app, const std::string& flag, Number& to,
+                      const std::string& description) {
+  return app.add_option(flag, to, description)
+      ->transform(CLI::Validator(
+          [](std::string& text) {
+            std::string size = text;
+            std::int64_t number = -1;
+            try {
+              const bool good = CLI::AsSizeValue(false)(size).empty() &&
+                                CLI::detail::lexical_cast(size, number) && number >= 0;
+              if (!good) number = -1;
+            } catch (const CLI::ValidationError&) {
+              number = -1;
+            }
+            if (number < 0) return "expected a size such as 64K, found " + text;
+            text = size;
+            return std::string();
+          },
+          ""))
+      ->type_name("SIZE");
+}
+
+/// Makes all options of numbers, those of subcommands too, say what they expect.
+inline void expect_numbers(CLI::App& app) {
+  for (CLI::Option* option : app.get_options()) {
+    const std::string type = option->get_type_name();
+    if (type.starts_with("INT")) {
+      option->check(number_expected<std::int64_t>("a whole number"));
+    } else if (type.starts_with("UINT")) {
+      option->check(number_expected<std::uint64_t>("a whole number of 0 or more"));
+    } else if (type.starts_with("FLOAT")) {
+      option->check(number_expected<double>("a number"));
+    }
+  }
+  for (CLI::App* command : app.get_subcommands([](CLI::App*) { return true; })) {
+    expect_numbers(*command);
+  }
+}
+
+/// Returns the names of a table of services/console/enum_names.h.
+template <typename Names>
+[[nodiscard]] std::vector<std::string> names_in(const Names& names) {
+  std::vector<std::string> list;
+  for (const auto& entry : names) list.emplace_back(entry.first);
+  return list;
+}
+
+/// Adds an option whose values are names of a table; the parsed enumerators go to `to` at once.
+template <typename Names, typename Enum>
+CLI::Option* add_named(CLI::App& app, const std::string& flag, const Names& names, Enum& to,
+                       const std::string& description) {
+  return app
+      .add_option_function<std::string>(
+          flag,
+          [&names, &to](const std::string& text) {
+            for (const auto& [name, value] : names) {
+              if (name == text) to = value;
+            }
+          },
+          description)
+      ->check(CLI::IsMember(names_in(names)));
+}
+
+/// As `add_named`, for several values; those parsed take the place of all in `to`.
+template <typename Names, typename Enum>
+CLI::Option* add_named_list(CLI::App& app, const std::string& flag, const Names& names,
+                            std::vector<Enum>& to, const std::string& description) {
+  return app
+      .add_option_function<std::vector<std::string>>(
+          flag,
+          [&names, &to](const std::vector<std::string>& texts) {
+            to.clear();
+            for (const std::string& text : texts) {
+              for (const auto& [name, value] : names) {
+                if (name == text) to.push_back(value);
+              }
+            }
+          },
+          description)
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->check(CLI::IsMember(names_in(names)));
+}
+
+inline constexpr const char* kRuleText =
+    "Which tokens are taken by their scores (default: priority with norm_aware, else top_k)";
+inline constexpr const char* kCodeText =
+    "How bits are made from a key (default: scalar with norm_aware, else sign)";
+inline constexpr const char* kBitsText =
+    "Bits of a key of norm_aware (default 256, or the next multiple of head_dim)";
+
+/// Adds the options of the priority rule, of a structure with fields as in `RetrievalConfig`.
+template <typename Options>
+void add_priority(CLI::App& app, Options& options) {
+  app.add_option("--error-target", options.error_target,
+                 "Of priority: the standard error of the softmax denominator that is aimed at; 0: "
+                 "none")
+      ->capture_default_str();
+  app.add_option("--coarse-bits", options.coarse_bits,
+                 "Of priority over a scalar code: bits of a coordinate that are read of every "
+                 "token; 0: all")
+      ->capture_default_str();
+  app.add_option("--candidates", options.candidates,
+                 "With --coarse-bits: tokens over k whose whole code is read")
+      ->capture_default_str();
+}
+
+/// Lets the environment give an option: "--max-models" is KVTIER_MAX_MODELS.
+inline CLI::Option* with_environment(CLI::Option* option) {
+  std::string name = "KVTIER_";
+  for (const char c : option->get_name().substr(2)) {
+    name += c == '-' ? '_' : static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
+  }
+  return option->envname(name);
+}
+
+/// Refuses text of no characters, or with white space or control characters.
+[[nodiscard]] inline CLI::Validator word() {
+  return CLI::Validator(
+      [](std::string& text) {
+        const bool fine = !text.empty() && std::ranges::all_of(text, [](unsigned char c) {
+          return c > 0x20 && c != 0x7F;
+        });
+        return fine ? std::string() : "expected text without white space, found \"" + text + '"';
+      },
+      "TEXT");
+}
+
+}  // namespace kvtier::services
