@@ -5,7 +5,6 @@
 #include "include/types/failure.h"
 #include "transfer/tiers/crc32c.h"
 #include "transfer/tiers/file_tier_state.h"
-#include "transfer/tiers/segment_scan.h"
 
 #include <algorithm>
 #include <cerrno>

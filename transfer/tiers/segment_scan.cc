@@ -1,6 +1,5 @@
-#include "transfer/tiers/segment_scan.h"
-
 #include "transfer/tiers/crc32c.h"
+#include "transfer/tiers/segment.h"
 
 #include <algorithm>
 #include <atomic>
