@@ -1,7 +1,7 @@
 #include "benchmarks/service/benchmarks.h"
 #include "benchmarks/service/measure.h"
 #include "benchmarks/service/page_reader.h"
-#include "services/client/page_reads.h"
+#include "services/client/page_plane.h"
 
 #include <algorithm>
 #include <cstring>

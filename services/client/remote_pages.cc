@@ -1,7 +1,6 @@
 #include "services/client/client_impl.h"
-#include "services/client/page_reads.h"
+#include "services/client/page_plane.h"
 #include "services/client/page_streams.h"
-#include "services/client/page_writes.h"
 
 #include <algorithm>
 #include <utility>

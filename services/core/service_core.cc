@@ -4,7 +4,6 @@
 #include "kvtier/version.h"
 
 #include "services/base/from_message.h"
-#include "services/base/paging.h"
 #include "services/core/replay_once.h"
 #include "services/core/stats_message.h"
 #include "services/wire/durations.h"

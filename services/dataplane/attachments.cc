@@ -1,6 +1,6 @@
 #include "services/dataplane/attachments.h"
 
-#include "services/base/paging.h"
+#include "services/base/from_message.h"
 #include "services/wire/frame.h"
 
 #include <array>

@@ -1,6 +1,6 @@
 #include "services/metrics/server_metrics.h"
 
-#include "services/metrics/process_stats.h"
+#include "services/metrics/state_metrics.h"
 
 #include <algorithm>
 #include <prometheus/counter.h>

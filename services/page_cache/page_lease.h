@@ -2,12 +2,14 @@
 
 #include "services/base/executor.h"
 #include "services/base/handle_table.h"
+#include "services/base/service_error.h"
 #include "services/base/tenants.h"
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -57,7 +59,18 @@ class PageLeaseTable : public HandleTable<PageLease> {
 
   /// Names a lease and adds it. Throws RESOURCE_EXHAUSTED when there are `max` already, or
   /// as many of the tenant's as its share of that.
-  void insert(const std::shared_ptr<PageLease>& lease, std::size_t max);
+  void insert(const std::shared_ptr<PageLease>& lease, std::size_t max) {
+    if (!lease->tenant.take(Shared::kLeases, 1, static_cast<std::int64_t>(max))) {
+      throw ServiceError::overloaded("TOO_MANY_LEASES", "the tenant holds all leases it may");
+    }
+    lease->counted = true;
+    const std::lock_guard lock(mutex_);
+    if (num_entries() >= max) {
+      throw ServiceError::overloaded("TOO_MANY_LEASES", "the server holds all leases it may");
+    }
+    add(lease);
+    lease->id = ++last_id_;
+  }
 
  private:
   std::uint64_t last_id_ = 0;  ///< Guarded by the table's mutex.

@@ -10,7 +10,6 @@
 #include "services/metrics/server_metrics.h"
 #include "services/metrics/status.h"
 #include "services/server/grpc_answer.h"
-#include "services/server/grpc_transfer.h"
 #include "services/server/rpc_service.h"
 #include "services/wire/enums.h"
 

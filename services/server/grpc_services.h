@@ -23,6 +23,11 @@ class StreamRegistry;
 [[nodiscard]] std::vector<std::unique_ptr<grpc::Service>> make_client_services(
     ServiceCore& core, StreamRegistry& registry);
 
+/// TransferService: the bytes of pages, as they stand in messages. Core and registry must outlive
+/// the calls.
+[[nodiscard]] std::unique_ptr<grpc::Service> make_transfer_service(ServiceCore& core,
+                                                                   StreamRegistry& registry);
+
 /// SharedMemoryService over a data plane. All three must outlive it.
 [[nodiscard]] std::unique_ptr<grpc::Service> make_shared_memory_service(ServiceCore& core,
                                                                         StreamRegistry& registry,

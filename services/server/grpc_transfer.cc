@@ -1,11 +1,11 @@
-#include "services/server/grpc_transfer.h"
-
 #include "kvtier/v1/transfer.pb.h"
 
 #include "services/page_cache/page_transfer.h"
 #include "services/server/grpc_answer.h"
+#include "services/server/grpc_services.h"
 #include "services/server/rpc_service.h"
 
+#include <grpcpp/impl/service_type.h>
 #include <grpcpp/support/byte_buffer.h>
 
 #include <algorithm>

@@ -1,5 +1,4 @@
-#include "services/client/page_reads.h"
-#include "services/client/page_writes.h"
+#include "services/client/page_plane.h"
 #include "tests/services/dataplane/plane_fixture.h"
 #include "tests/support/gated_tier.h"
 #include "transfer/tiers/crc32c.h"

@@ -1,5 +1,5 @@
-#include "services/metrics/core_metrics.h"
 #include "services/metrics/server_metrics.h"
+#include "services/metrics/state_metrics.h"
 #include "services/page_cache/tenant_pages.h"
 #include "tests/services/core/core_fixture.h"
 #include "tests/services/metrics/exposition.h"

@@ -1,4 +1,4 @@
-#include "services/metrics/core_metrics.h"
+#include "services/metrics/state_metrics.h"
 
 #include "kvtier/v1/transfer.pb.h"
 
@@ -9,7 +9,14 @@
 #include <google/protobuf/descriptor.h>
 
 #include <array>
+#include <cstddef>
+#include <dirent.h>
+#include <fstream>
+#include <iterator>
+#include <sstream>
 #include <string>
+#include <sys/resource.h>
+#include <unistd.h>
 #include <utility>
 
 namespace kvtier::services {
@@ -271,6 +278,37 @@ void add_tenants(const ServiceCore& core, Families& families) {
   }
 }
 
+/// Fields of /proc/self/stat from the third, the state, on; the second may contain anything.
+std::vector<std::string> stat_fields() {
+  std::ifstream in("/proc/self/stat");
+  const std::string text(std::istreambuf_iterator<char>(in), {});
+  const std::size_t name_end = text.rfind(')');
+  if (name_end == std::string::npos) return {};
+  std::istringstream rest(text.substr(name_end + 1));
+  return {std::istream_iterator<std::string>(rest), {}};
+}
+
+/// Seconds since 1970 at which the machine started; 0 when it is not known.
+double boot_time() {
+  std::ifstream in("/proc/stat");
+  std::string key;
+  for (std::string line; std::getline(in, line);) {
+    std::istringstream fields(line);
+    double seconds = 0;
+    if (fields >> key && key == "btime" && fields >> seconds) return seconds;
+  }
+  return 0;
+}
+
+double open_descriptors() {
+  DIR* folder = ::opendir("/proc/self/fd");
+  if (folder == nullptr) return 0;
+  double count = -3;  // ".", ".." and the folder itself
+  while (::readdir(folder) != nullptr) ++count;
+  ::closedir(folder);
+  return count;
+}
+
 }  // namespace
 
 std::vector<std::string> rpc_methods() {
@@ -331,6 +369,69 @@ void add_core_metrics(const ServiceCore& core, Families& families) {
   add_page_losses(pages, families);
   add_transfers(core.transfers(), families);
   add_tenants(core, families);
+}
+
+void add_plane_metrics(DataPlane* plane, const Tenants& tenants, Families& families) {
+  static const DataPlaneCounters kNone;
+  const DataPlaneCounters& counters = plane != nullptr ? plane->counters() : kNone;
+  families.gauge("kvtier_shm_attachments", "Rights of clients to the data plane, used or not.",
+                 plane != nullptr ? plane->attachments().size() : 0);
+  families.gauge("kvtier_shm_mapped_bytes", "Staging memory that is shared with clients.",
+                 plane != nullptr ? plane->attachments().staging_bytes() : 0);
+  std::size_t regions = 0;
+  std::size_t bytes = 0;
+  for (const auto& tenant : tenants.all()) {
+    regions += tenant->regions().size();
+    bytes += tenant->regions().bytes();
+  }
+  families.gauge("kvtier_shm_device_regions",
+                 "Allocations of clients' device memory that are open.", regions);
+  families.gauge("kvtier_shm_device_bytes", "Device memory of clients that is open.", bytes);
+  families.gauge("kvtier_data_connections", "Connections to the data plane.",
+                 counters.connections.load());
+  families.gauge("kvtier_data_queued_bytes",
+                 "Requests of the data plane that are worked on and replies that are not read.",
+                 counters.queued_bytes.load());
+  families.counters("kvtier_data_frames_total", "Frames of the data plane.", "direction",
+                    {{"read", counters.frames_read}, {"write", counters.frames_written}});
+  families.counters("kvtier_data_bytes_total",
+                    "Bytes of these frames; what lies in shared memory is in none.", "direction",
+                    {{"read", counters.bytes_read}, {"write", counters.bytes_written}});
+  families.counters("kvtier_shm_tensor_bytes_total",
+                    "Bytes of tensors that calls had in memory shared with their client.",
+                    "direction",
+                    {{"read", counters.shared.read}, {"write", counters.shared.written}});
+  families.counters("kvtier_data_connections_ended_total",
+                    "Connections to the data plane that the server has ended.", "reason",
+                    {{"token", counters.refused},
+                     {"broken_frame", counters.broken_frames},
+                     {"timeout", counters.timeouts},
+                     {"slow", counters.slow}});
+}
+
+void add_process_stats(Families& families) {
+  // Counted from the state, field 3 of proc(5).
+  constexpr std::size_t kUserTime = 11, kSystemTime = 12, kThreads = 17, kStartTime = 19,
+                        kVirtualBytes = 20, kResidentPages = 21;
+  static const double boot = boot_time();
+  const std::vector<std::string> fields = stat_fields();
+  const auto number = [&fields](std::size_t index) {
+    return index < fields.size() ? std::stod(fields[index]) : 0.0;
+  };
+  const auto ticks = static_cast<double>(::sysconf(_SC_CLK_TCK));
+  families.counter("process_cpu_seconds_total", "Processor time, user and system.",
+                   (number(kUserTime) + number(kSystemTime)) / ticks);
+  families.gauge("process_start_time_seconds", "When the process started, since 1970.",
+                 boot + number(kStartTime) / ticks);
+  families.gauge("process_resident_memory_bytes", "Memory that is resident.",
+                 number(kResidentPages) * static_cast<double>(::sysconf(_SC_PAGESIZE)));
+  families.gauge("process_virtual_memory_bytes", "Memory that is mapped.", number(kVirtualBytes));
+  families.gauge("process_threads", "Threads.", number(kThreads));
+  families.gauge("process_open_fds", "Open file descriptors.", open_descriptors());
+  rlimit limit{};
+  (void)::getrlimit(RLIMIT_NOFILE, &limit);
+  families.gauge("process_max_fds", "File descriptors there may be.",
+                 static_cast<double>(limit.rlim_cur));
 }
 
 }  // namespace kvtier::services
