@@ -132,7 +132,8 @@ void check_together(const ServeCommand& command) {
                 "backend: expected a build with CUDA for cuda, found one without");
   }
 #endif
-  if (command.prefetch_rows && (command.row_cache_mib == 0 || command.row_cache_rows == 0)) {
+  if (command.memory.prefetch_rows &&
+      (command.row_cache_mib == 0 || command.memory.row_cache_rows == 0)) {
     throw Error(ErrorCode::kInvalidArgument,
                 "prefetch-rows: expected row-cache-mib and row-cache-rows above 0, found 0");
   }
@@ -209,6 +210,7 @@ ServerOptions server_options(const ServeCommand& command) {
   core.device_timeout = milliseconds(command.device_timeout_seconds);
   core.models.backend = command.backend;
   core.models.max_models = static_cast<std::size_t>(command.max_models);
+  core.models.memory = command.memory;
   core.models.memory.host_bytes = static_cast<std::size_t>(command.host_memory_mib) * MiB;
   core.models.disk_cache = command.disk_cache;
   if (!command.disk_cache.empty()) {
@@ -218,13 +220,6 @@ ServerOptions server_options(const ServeCommand& command) {
   if (command.row_cache_mib) {
     core.models.memory.row_cache_bytes = static_cast<std::size_t>(*command.row_cache_mib) * MiB;
   }
-  core.models.memory.row_cache_rows = command.row_cache_rows;
-  core.models.memory.row_cache_policy = command.row_cache_policy;
-  core.models.memory.page_format = command.page_format;
-  core.models.memory.verify_rows = command.verify_rows;
-  core.models.memory.prefetch_rows = command.prefetch_rows;
-  core.models.memory.calibration_file = command.calibration_file;
-  core.models.memory.max_session_tokens = command.max_session_tokens;
   return options;
 }
 
@@ -293,9 +288,9 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add("--tenants", command.tenants_file, "JSON file of tenants (default: one tenant for all)");
   add_name("--backend", kBackendNames, command.backend,
            "Where kernels run: auto, cpu, cuda (default auto)");
-  add_name("--kv-dtype", kPageFormatNames, command.page_format,
+  add_name("--kv-dtype", kPageFormatNames, command.memory.page_format,
            "Rows in pages: model, or int8 for models in bf16 (default model)");
-  add_flag("--verify-rows", command.verify_rows,
+  add_flag("--verify-rows", command.memory.verify_rows,
            "Compare rows in host memory with checksums as they are read");
   with_environment(
       app->add_option_function<std::string>(
@@ -311,7 +306,7 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add_number("--max-models", command.max_models, 1, 1024,
              "Engines, one per geometry and set of sketches");
   add_number("--max-sessions", command.max_sessions, 1, 16384, "Sessions in all");
-  add_number("--max-session-tokens", command.max_session_tokens, 64, 1 << 26,
+  add_number("--max-session-tokens", command.memory.max_session_tokens, 64, 1 << 26,
              "Tokens of one session");
   add_flag("--whole-sessions", command.whole_sessions,
            "Create a session only where all tokens of its capacity find room, which it then has");
@@ -326,22 +321,22 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add_number("--disk-capacity-mib", command.disk_capacity_mib, 64, 1 << 28,
              "Pages in that folder, of each engine");
   add_remote_tiers(*app, command);
-  add("--calibration", command.calibration_file,
+  add("--calibration", command.memory.calibration_file,
       "File of kvtier calibrate that says how to allocate host memory for a GPU (default: none)")
       ->check(CLI::ExistingFile);
   add_number("--device-memory-mib", command.device_memory_mib, 1, 1 << 24,
              "Sketches and workspaces, of each engine");
-  add_flag("--prefetch-rows", command.prefetch_rows,
+  add_flag("--prefetch-rows", command.memory.prefetch_rows,
            "After each step cache rows that the next may choose");
   add("--row-cache-mib", command.row_cache_mib,
       "Fetched rows that stay on the GPU, of each engine, beside --device-memory-mib; 0: none "
       "(default: what sketches and workspaces leave of --device-memory-mib)")
       ->check(between(0, 1 << 24));
   add_number(
-      "--row-cache-rows", command.row_cache_rows, -1, 1 << 20,
+      "--row-cache-rows", command.memory.row_cache_rows, -1, 1 << 20,
       "Of these, rows per KV head of a session's layer; -1: by the rows that a step selects; 0: "
       "none");
-  add_name("--row-cache-policy", kRowCachePolicyNames, command.row_cache_policy,
+  add_name("--row-cache-policy", kRowCachePolicyNames, command.memory.row_cache_policy,
            "Which of them goes for a new one: clock, lru, score (default score)");
   add_number("--max-inflight-mib", command.max_inflight_mib, 1, 1 << 20,
              "Requests and replies in flight");

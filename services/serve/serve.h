@@ -38,17 +38,11 @@ struct ServeCommand {
   std::size_t threads = 0;
   std::int64_t max_models = 4;
   std::int64_t max_sessions = 16000;
-  std::int64_t max_session_tokens = 131072;
   bool whole_sessions = false;
   std::int64_t host_memory_mib = 1024;
   std::int64_t device_memory_mib = 512;
   std::optional<std::int64_t> row_cache_mib;  ///< Left out: what the library takes.
-  int row_cache_rows = MemoryConfig{}.row_cache_rows;
-  RowCachePolicy row_cache_policy = MemoryConfig{}.row_cache_policy;
-  PageFormat page_format = PageFormat::kModel;
-  bool verify_rows = false;
-  bool prefetch_rows = false;
-  std::string calibration_file;
+  MemoryConfig memory{};  ///< Of each engine, apart from sizes in MiB, which are fields here.
   std::string disk_cache;
   std::int64_t disk_capacity_mib = 16384;
   RemoteTiersConfig remote;  ///< Its `ttl` apart, which is the next.

@@ -74,7 +74,7 @@ void parse_serve(std::string_view text) {
   check_count(static_cast<std::int64_t>(command.threads), 0, 1024);
   check_count(command.max_models, 1, 1024);
   check_count(command.max_sessions, 1, 16384);
-  check_count(command.max_session_tokens, 64, std::int64_t{1} << 26);
+  check_count(command.memory.max_session_tokens, 64, std::int64_t{1} << 26);
   check_count(command.host_memory_mib, 1, std::int64_t{1} << 24);
   check_count(command.device_memory_mib, 1, std::int64_t{1} << 24);
   check_count(command.max_inflight_mib, 1, std::int64_t{1} << 20);
