@@ -6,7 +6,6 @@
 #include "runtime/engine/engine_state.h"
 #include "runtime/engine/session.h"
 #include "runtime/step/append.h"
-#include "runtime/step/fetch.h"
 #include "runtime/step/result_checks.h"
 #include "runtime/step/step.h"
 #include "scoring/recall_params.h"

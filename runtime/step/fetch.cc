@@ -1,6 +1,5 @@
-#include "runtime/step/fetch.h"
-
 #include "runtime/step/result_checks.h"
+#include "runtime/step/step.h"
 #include "runtime/step/tiered_attention.h"
 #include "transfer/kv/row_checks.h"
 #include "transfer/kv/rows.h"

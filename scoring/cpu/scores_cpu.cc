@@ -1,6 +1,5 @@
 #include "scoring/cpu/scores_cpu.h"
 
-#include "scoring/cpu/sign_sums_cpu.h"
 #include "scoring/cpu/simd_math.h"
 #include "transfer/device/simd.h"
 

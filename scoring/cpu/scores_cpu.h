@@ -40,6 +40,16 @@ struct SketchTile {
   int count = 0;
 };
 
+/// Of each head and token of a tile: the sum over tables of soft probabilities (soft collision),
+/// the number of tables that collide (hard collision), or the sum of signed weights (norm-aware).
+struct TileSums {
+  alignas(64) float heads[kMaxGroup][kTileTokens];
+};
+
+/// The inner sums of `score_tile`, before norms enter.
+void sum_tile(const ScoreParams& params, const hashing::SketchGeometry& geometry,
+              const GroupQuery& query, const SketchTile& tile, TileSums& sums);
+
 /// What a reduction over tokens needs of one tile and head. Tokens at `kLowestScore` are left out.
 struct TilePartial {
   float max = kLowestScore;

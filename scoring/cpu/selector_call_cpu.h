@@ -13,6 +13,9 @@
 /// What the selections of the CPU backend share.
 namespace kvtier::scoring::cpu {
 
+/// `select` of a request with `coarse_bits`.
+void select_in_two_phases(const SelectRequest& request, const SelectorWorkspace& workspace);
+
 using transfer::AttendedSpans;
 using transfer::parallel_for;
 

@@ -3,14 +3,12 @@
 #include "scoring/cpu/recall_cpu.h"
 #include "scoring/cpu/selector_call_cpu.h"
 #include "scoring/cpu/top_k_cpu.h"
-#include "scoring/cpu/two_phase_cpu.h"
 #include "scoring/score_math.h"
 #include "scoring/two_phase.h"
 
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <bit>
 #include <cassert>
 #include <cmath>
 #include <cstring>

@@ -1,12 +1,10 @@
-#include "scoring/cpu/sign_sums_cpu.h"
-
+#include "scoring/cpu/scores_cpu.h"
 #include "transfer/device/simd.h"
 
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cassert>
-#include <cmath>
 
 namespace kvtier::scoring::cpu {
 

@@ -1,5 +1,3 @@
-#include "scoring/cpu/two_phase_cpu.h"
-
 #include "scoring/cpu/priority_cpu.h"
 #include "scoring/cpu/selector_call_cpu.h"
 #include "scoring/score_math.h"
