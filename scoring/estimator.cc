@@ -5,7 +5,6 @@
 #include "scoring/score_math.h"
 #include "transfer/device/with_cuda.h"
 
-#include <algorithm>
 #include <cassert>
 #include <cmath>
 #include <limits>

@@ -1,7 +1,5 @@
 #include "runtime/api/paged_arguments.h"
 
-#include "kvtier/error.h"
-
 #include "hashing/sketch.h"
 #include "include/types/failure.h"
 #include "runtime/api/arguments.h"

@@ -2,8 +2,6 @@
 
 #include "kvtier/paged.h"
 
-#include "scoring/estimator.h"
-
 #include <cstdint>
 
 /// Checks of the arguments of `PagedSketches`. Each throws `kInvalidArgument` before anything has

@@ -6,10 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <memory>
-#include <new>
-#include <string>
 #include <vector>
 
 struct kvtier_engine {

@@ -1,7 +1,6 @@
 #include "runtime/sequence/prefix_key.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 namespace kvtier::runtime {

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cassert>
-#include <string>
 #include <utility>
 
 namespace kvtier::runtime {

@@ -10,7 +10,6 @@
 #include "transfer/kv/rows.h"
 
 #include <algorithm>
-#include <string>
 
 namespace kvtier::runtime {
 namespace {

@@ -3,7 +3,6 @@
 #include "services/wire/to_message.h"
 
 #include <algorithm>
-#include <initializer_list>
 
 namespace kvtier::services {
 namespace {

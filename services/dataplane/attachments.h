@@ -3,7 +3,6 @@
 #include "kvtier/v1/shared_memory.pb.h"
 
 #include "services/base/handle.h"
-#include "services/base/service_error.h"
 #include "services/base/tenants.h"
 #include "services/core/session_table.h"
 

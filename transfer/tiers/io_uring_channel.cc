@@ -3,7 +3,6 @@
 #if defined(KVTIER_WITH_URING)
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <liburing.h>
 

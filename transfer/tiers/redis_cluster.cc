@@ -5,7 +5,6 @@
 #include "include/types/failure.h"
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <charconv>
 #include <cstring>

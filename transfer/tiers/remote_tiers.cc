@@ -8,9 +8,7 @@
 #include "transfer/tiers/redis_cluster.h"
 #include "transfer/tiers/remote_tier.h"
 
-#include <algorithm>
 #include <cstddef>
-#include <string_view>
 
 namespace kvtier {
 namespace {

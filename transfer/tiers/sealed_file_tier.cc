@@ -1,6 +1,5 @@
 #include "transfer/tiers/sealed_file_tier.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace kvtier::tiers {

@@ -12,7 +12,6 @@
 #include <openssl/kdf.h>
 #include <openssl/params.h>
 #include <openssl/rand.h>
-#include <utility>
 
 namespace kvtier::tiers {
 namespace {

@@ -4,8 +4,6 @@
 
 #include "services/evaluation/synthetic.h"
 #include "services/tools/stress/device.h"
-#include "services/tools/stress/memory.h"
-#include "services/tools/stress/needles.h"
 #include "services/tools/stress/options.h"
 
 #include <cstdint>

@@ -1,7 +1,5 @@
 #include "services/tools/stress/stress.h"
 
-#include "kvtier/error.h"
-
 #include "services/console/host_memory.h"
 #include "services/console/text.h"
 #include "services/evaluation/replay_metrics.h"
