@@ -49,15 +49,15 @@ struct EngineMemory {
                                                          int row_cache_rows = 0);
 
 /// Returns what an engine of `config` takes on `backend`, `kCpu` or `kCuda`. Throws
-/// `kInvalidArgument` for a configuration that is not valid and `Backend::kAuto`,
-/// `kResourceExhausted` for budgets without room for a workspace or, in `row_cache_bytes`, for one
-/// layer.
+/// `kInvalidArgument` for a configuration that is not valid and `Backend::kAuto`, `kUnimplemented`
+/// for `kCuda` in a build without it, `kResourceExhausted` for budgets without room for a workspace
+/// or, in `row_cache_bytes`, for one layer.
 [[nodiscard]] KVTIER_EXPORT EngineMemory engine_memory(const Config& config, Backend backend);
 
 /// Returns the least `device_bytes` with which an engine of `config` has its workspace, the
 /// sketches of `sessions` sessions of `tokens` tokens (and their pages, with
 /// `KvPlacement::kDevice`), and as much row cache as they can use. Throws what `session_memory`
-/// throws.
+/// throws, and `kUnimplemented` as `engine_memory`.
 [[nodiscard]] KVTIER_EXPORT std::size_t device_bytes_for(const Config& config, Backend backend,
                                                          std::int64_t tokens, int sessions);
 

@@ -6,6 +6,7 @@
 #include "include/types/failure.h"
 #include "runtime/engine/memory_plan.h"
 #include "runtime/sequence/sequence_memory.h"
+#include "transfer/device/device.h"
 #include "transfer/kv/rows.h"
 
 #include <algorithm>
@@ -22,7 +23,11 @@ void check_config(const Config& config) {
 }
 
 void check_backend(Backend backend) {
-  if (backend == Backend::kCpu || backend == Backend::kCuda) return;
+  if (backend == Backend::kCpu || (backend == Backend::kCuda && transfer::has_cuda_half())) return;
+  if (backend == Backend::kCuda) {
+    throw Error(ErrorCode::kUnimplemented,
+                "backend: expected cpu in a build without CUDA, found cuda");
+  }
   throw Error(ErrorCode::kInvalidArgument, "backend: expected cpu or cuda, found auto");
 }
 

@@ -7,6 +7,8 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <functional>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
@@ -320,6 +322,19 @@ TEST_P(MemoryTest, WhatPlainSessionsHoldIsNotPromised) {
     Session again = engine.open({.capacity_tokens = 64, .whole = true});
   }
   Session first = engine.open({.whole = true}), second = engine.open({.whole = true});
+}
+
+TEST(MemoryErrorsTest, CudaIsRefusedInABuildWithoutIt) {
+  if (transfer::has_cuda_half()) GTEST_SKIP() << "this build has CUDA";
+  const Config config = small_config(Backend::kCpu);
+  for (const auto& call : std::initializer_list<std::function<void()>>{
+           [&] { (void)engine_memory(config, Backend::kCuda); },
+           [&] { (void)device_bytes_for(config, Backend::kCuda, 64, 1); }}) {
+    const std::optional<Error> error = error_of(call);
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->code(), ErrorCode::kUnimplemented);
+    EXPECT_STREQ(error->what(), "backend: expected cpu in a build without CUDA, found cuda");
+  }
 }
 
 TEST(MemoryErrorsTest, BadInputIsExplained) {
