@@ -5,7 +5,6 @@
 #include "scoring/two_phase.h"
 #include "transfer/device/with_cuda.h"
 
-#include <algorithm>
 #include <cassert>
 #include <memory>
 
@@ -63,12 +62,9 @@ void check(const SelectRequest& request, const SelectorLimits& limits) {
 
 Selector::Selector(transfer::Device& device, const SelectorLimits& limits)
     : limits_(padded(limits)) {
-  const std::size_t scratch = scratch_bytes(device.backend(), limits_);
-  transfer::Arena counted;
-  (void)place(counted, limits_, scratch);
-  memory_ = device.allocate(transfer::Space::kDevice, counted.bytes());
+  memory_ = device.allocate(transfer::Space::kDevice, workspace_bytes(device.backend(), limits_));
   transfer::Arena arena(memory_.data());
-  at_ = place(arena, limits_, scratch);
+  at_ = place(arena, limits_, scratch_bytes(device.backend(), limits_));
   if constexpr (transfer::kWithCuda) {
     if (device.backend() != Backend::kCuda) return;
     exchange_ = cuda::lease_exchange();
@@ -79,12 +75,10 @@ Selector::Selector(transfer::Device& device, const SelectorLimits& limits)
   }
 }
 
-std::size_t Selector::workspace_bytes(const SelectorLimits& unpadded) {
+std::size_t Selector::workspace_bytes(Backend backend, const SelectorLimits& unpadded) {
   const SelectorLimits limits = padded(unpadded);
-  std::size_t scratch = cpu::scratch_bytes(limits);
-  if constexpr (transfer::kWithCuda) scratch = std::max(scratch, cuda::scratch_bytes(limits));
   transfer::Arena arena;
-  (void)place(arena, limits, scratch);
+  (void)place(arena, limits, scratch_bytes(backend, limits));
   return arena.bytes();
 }
 

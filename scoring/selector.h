@@ -99,7 +99,7 @@ class Selector {
   Selector(transfer::Device& device, const SelectorLimits& limits);
 
   /// Bytes that `Selector` allocates for these limits.
-  [[nodiscard]] static std::size_t workspace_bytes(const SelectorLimits& limits);
+  [[nodiscard]] static std::size_t workspace_bytes(Backend backend, const SelectorLimits& limits);
 
   /// How `select` will serve such a request, of which the memory may still be missing; `recall`:
   /// with active recall parameters. The plan of the last shape is kept: asking again costs nothing.

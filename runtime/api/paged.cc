@@ -246,7 +246,7 @@ class PagedSketches::Impl {
         .max_selected = runtime::max_per_query(params_of(0), config_.max_tokens)};
     const attention::FlashDecodeLimits flash_limits{
         .num_queries = max_queries_, .query_heads = kv_.query_heads, .head_dim = kv_.head_dim};
-    device_bytes_ += scoring::Selector::workspace_bytes(limits) +
+    device_bytes_ += scoring::Selector::workspace_bytes(device_->backend(), limits) +
                      attention::FlashDecode::workspace_bytes(device_->backend(), flash_limits);
     selector_ = std::make_unique<scoring::Selector>(*device_, limits);
     flash_ = std::make_unique<attention::FlashDecode>(*device_, flash_limits);

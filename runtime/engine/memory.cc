@@ -126,7 +126,7 @@ std::size_t device_bytes_for(const Config& given, Backend backend, std::int64_t 
   const std::size_t bytes = workspace.bytes + checks + bytes_of(kept, token_bytes) +
                             pools.row_cache_budget + pools.factor_bytes;
   // The workspace takes at most half, and checks are kept where they take at most half of the rest.
-  return std::max({bytes, 2 * scoring::Selector::workspace_bytes(workspace.selector),
+  return std::max({bytes, 2 * scoring::Selector::workspace_bytes(backend, workspace.selector),
                    workspace.bytes + 2 * checks});
 }
 

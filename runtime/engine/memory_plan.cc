@@ -139,9 +139,9 @@ WorkspacePlan plan_workspace(const Config& config, Backend backend) {
             .staged_rows = std::min(staged_rows, max_tokens),
             .row_bytes = kv.row_bytes()};
   const std::size_t share = config.memory.device_bytes / 2;
-  while (limits.num_queries > 1 && scoring::Selector::workspace_bytes(limits) > share)
+  while (limits.num_queries > 1 && scoring::Selector::workspace_bytes(backend, limits) > share)
     --limits.num_queries;
-  while (limits.staged_rows > 0 && scoring::Selector::workspace_bytes(limits) > share) {
+  while (limits.staged_rows > 0 && scoring::Selector::workspace_bytes(backend, limits) > share) {
     limits.staged_rows /= 2;  // rows beyond the staging area are read in place
   }
   plan.flash = {
@@ -153,7 +153,7 @@ WorkspacePlan plan_workspace(const Config& config, Backend backend) {
                       (static_cast<std::size_t>(kv.row_bytes()) + sizeof(transfer::RowSquares));
   plan.query_bytes = sizeof(float) * static_cast<std::size_t>(limits.num_queries) *
                      static_cast<std::size_t>(kv.query_heads * kv.head_dim);
-  plan.bytes = scoring::Selector::workspace_bytes(limits) +
+  plan.bytes = scoring::Selector::workspace_bytes(backend, limits) +
                attention::FlashDecode::workspace_bytes(backend, plan.flash) + plan.packed_bytes +
                plan.query_bytes;
   if (plan.bytes <= config.memory.device_bytes) return plan;

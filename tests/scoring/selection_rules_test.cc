@@ -247,11 +247,11 @@ TEST_P(SelectionRulesTest, WorkspaceBytesCoverWhatIsAllocated) {
                               .max_selected = 300,
                               .staged_rows = 100,
                               .row_bytes = 512};
-  const std::size_t bytes = Selector::workspace_bytes(limits);
+  const std::size_t bytes = Selector::workspace_bytes(device_->backend(), limits);
   EXPECT_GE(bytes, 3U * 6U * 5000U * 4U + 3U * 2U * 100U * 512U);
   SelectorLimits larger = limits;
   larger.staged_rows = 200;
-  EXPECT_GE(Selector::workspace_bytes(larger), bytes + 3U * 2U * 100U * 512U);
+  EXPECT_GE(Selector::workspace_bytes(device_->backend(), larger), bytes + 3U * 2U * 100U * 512U);
   EXPECT_NO_THROW(Selector(*device_, limits));
 }
 
