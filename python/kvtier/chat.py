@@ -194,8 +194,10 @@ def parser() -> argparse.ArgumentParser:
         help="tokens that a step selects (default: by the error, 2048 with top_k and socket)",
     )
     result.add_argument("--prompt", help="one turn, instead of turns from standard input")
-    result.add_argument("--max-tokens", type=int, help="of the whole conversation")
-    result.add_argument("--new-tokens", type=int, default=256, help="most of an answer")
+    result.add_argument(
+        "--max-tokens", type=int, help="of the whole conversation (default: as many as the model takes)"
+    )
+    result.add_argument("--new-tokens", type=int, default=256, help="most of an answer (default 256)")
     result.add_argument(
         "--no-graphs", action="store_true", help="on a GPU: run tokens from Python, not as CUDA graphs"
     )
@@ -221,18 +223,22 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         command = "pip install './python[hf]' ./python/engine"
         print(without_package(error, command), file=sys.stderr)
         return 1
-    model, tokenizer = load_model(options)
-    model.set_attn_implementation("kvtier")
-    decoder = model.config.get_text_config(decoder=True)
-    head_dim = getattr(decoder, "head_dim", None)
-    head_dim = head_dim or decoder.hidden_size // decoder.num_attention_heads
-    cache = KvtierCache(
-        model.config,
-        retrieval_of(options.preset, options.k, head_dim),
-        dense=options.preset == "dense",
-        max_tokens=options.max_tokens,
-        backend=Backend.CPU if options.device == "cpu" else Backend.CUDA,
-    )
+    try:
+        model, tokenizer = load_model(options)
+        model.set_attn_implementation("kvtier")
+        decoder = model.config.get_text_config(decoder=True)
+        head_dim = getattr(decoder, "head_dim", None)
+        head_dim = head_dim or decoder.hidden_size // decoder.num_attention_heads
+        cache = KvtierCache(
+            model.config,
+            retrieval_of(options.preset, options.k, head_dim),
+            dense=options.preset == "dense",
+            max_tokens=options.max_tokens,
+            backend=Backend.CPU if options.device == "cpu" else Backend.CUDA,
+        )
+    except kvtier.ClientError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     chat = Chat(model, tokenizer, cache)
     graphs = options.device != "cpu" and not options.no_graphs
     steps: ContextManager[Any] = graphed(model, cache) if graphs else nullcontext()

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from kvtier.errors import invalid
+
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--model`, `--dtype` and `--device`."""
@@ -19,13 +21,27 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="of the model (default: cuda where there is a GPU, else cpu)")
 
 
+def check_folder(parser: argparse.ArgumentParser, name: str, path: Path) -> None:
+    """Ends the program where the folder of a file to write is not there."""
+    if not path.parent.is_dir():
+        parser.error(f"{name}: expected a file in a folder that is there, found {path}")
+
+
 def load_model(options: argparse.Namespace) -> tuple[Any, Any]:
-    """Returns the model of these options and its tokenizer, and sets the device where none is."""
+    """Returns the model of these options and its tokenizer, and sets the device where none is.
+    `InvalidArgumentError` for a device that torch cannot use."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if options.device is None:
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=options.device)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise invalid(
+            f"--device: expected one that torch can use, found {options.device}: {reason}"
+        ) from error
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
     return model.to(options.device).eval(), tokenizer

@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Optional, Sequence, Union
 
 from kvtier.errors import InvalidArgumentError, invalid, without_package
-from kvtier.model_options import add_model_options, load_model
+from kvtier.model_options import add_model_options, check_folder, load_model
 
 # What the extra `record` brings is imported where it is used: --help and the errors of options need
 # none of it.
@@ -92,6 +92,14 @@ def spread(windows: Sequence[int], count: int) -> list[int]:
     return [full[(2 * i + 1) * len(full) // (2 * count)] for i in range(count)]
 
 
+def layer_list(text: str) -> Union[str, list[int]]:
+    """Reads `--layers`."""
+    try:
+        return text if text == "all" else [int(layer) for layer in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected such as 0,5,9, or all, found {text}") from None
+
+
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m kvtier.record", description="Record a trace of a model on a text"
@@ -103,6 +111,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--steps", type=int, default=64, help="last tokens with queries (default 64)")
     result.add_argument(
         "--layers",
+        type=layer_list,
         help=f"such as 0,5,9, or all (default: {_DEFAULT_LAYERS}, spread over the model)",
     )
     return result
@@ -114,6 +123,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         parser().error(f"--model: expected a folder with config.json, found {options.model}")
     if not options.text.is_file():
         parser().error(f"--text: expected a file, found {options.text}")
+    check_folder(parser(), "--out", options.out)
     try:
         import torch  # noqa: F401
         import transformers  # noqa: F401
@@ -123,10 +133,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     except ImportError as error:
         print(without_package(error, "pip install './python[record]'"), file=sys.stderr)
         return 1
-    model, tokenizer = load_model(options)
-    ids = tokenizer(options.text.read_text(encoding="utf-8"), return_tensors="pt").input_ids
-    tokens = ids.shape[1] if options.tokens is None else options.tokens
     try:
+        model, tokenizer = load_model(options)
+        ids = tokenizer(options.text.read_text(encoding="utf-8"), return_tensors="pt").input_ids
+        tokens = ids.shape[1] if options.tokens is None else options.tokens
         if not 0 < tokens <= ids.shape[1]:
             raise invalid(f"tokens: expected 1 to {ids.shape[1]}, those of the text, found {tokens}")
         windows = layer_windows(text_config(model.config))
@@ -135,7 +145,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         elif options.layers == "all":
             layers = spread(windows, len(windows))
         else:
-            layers = [int(layer) for layer in options.layers.split(",")]
+            layers = options.layers
         trace = record(model, ids[:, :tokens], options.steps, layers)
     except InvalidArgumentError as error:
         print(f"error: {error}", file=sys.stderr)

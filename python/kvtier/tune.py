@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Sequence
 
+from kvtier.model_options import check_folder
+
 _SIZES = "32,64,128,256,512,1024,2048"
 _RULES = "top_k,priority"
 _CODES = "sign,scalar"
@@ -136,6 +138,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         parser().error(f"--error: expected above 0, found {options.error:g}")
     if not options.trace.is_file():
         parser().error(f"--trace: expected a file, found {options.trace}")
+    if any(size.strip() in ("", "0") for size in options.k.split(",")):
+        parser().error(f"--k: expected numbers of at least 1, found {options.k}")
+    if options.plot is not None:
+        check_folder(parser(), "--plot", options.plot)
     program = shutil.which(options.kvtier or "kvtier")
     if program is None:
         parser().error(

@@ -255,6 +255,8 @@ class CommandsTest(unittest.TestCase):
             code=1,
         )
         self.assertIn("prompt: expected fewer than 16 tokens", err)
+        _, err = self.run_main(kvtier.chat, "--model", MODEL, "--device", "none", code=1)
+        self.assertIn("--device: expected one that torch can use, found none: ", err)
 
     def test_records_what_replay_and_tune_read(self) -> None:
         trace, plot = self.folder / "trace.safetensors", self.folder / "plot.svg"
@@ -308,6 +310,21 @@ class CommandsTest(unittest.TestCase):
                 _, err = self.run_main(kvtier.record, *common, *more, code=1)
                 self.assertIn(message, err)
                 self.assertFalse(trace.exists())
+        nowhere = self.folder / "none" / "file"
+        for more, message in (
+            (["--out", nowhere], f"--out: expected a file in a folder that is there, found {nowhere}"),
+            (["--layers", "a"], "--layers: expected such as 0,5,9, or all, found a"),
+        ):
+            with self.subTest(message):
+                _, err = self.run_main(kvtier.record, *common, *more, code=2)
+                self.assertIn(message, err)
+        for more, message in (
+            (["--plot", nowhere], f"--plot: expected a file in a folder that is there, found {nowhere}"),
+            (["--k", "0,32"], "--k: expected numbers of at least 1, found 0,32"),
+        ):
+            with self.subTest(message):
+                _, err = self.run_main(kvtier.tune, "--trace", self.text, *more, code=2)
+                self.assertIn(message, err)
         _, err = self.run_main(kvtier.tune, "--trace", trace, code=2)
         self.assertIn("--trace: expected a file, found", err)
         _, err = self.run_main(
