@@ -103,6 +103,12 @@ def read_config(folder: Path) -> Config:
     for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
         if fields.get(name):
             raise ValueError(f"config.json: {name}: expected false, found {fields[name]}")
+    # transformers 5 writes what it knows of the rotation in one place.
+    rope = fields.get("rope_parameters") or fields
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"config.json: rope_type: expected default, found {rope['rope_type']}")
+    if "rope_theta" not in rope:
+        raise ValueError("config.json: rope_theta: expected a number, found none")
     heads = fields["num_attention_heads"]
     return Config(
         layers=fields["num_hidden_layers"],
@@ -111,7 +117,7 @@ def read_config(folder: Path) -> Config:
         kv_heads=fields.get("num_key_value_heads", heads),
         head_dim=fields.get("head_dim", fields["hidden_size"] // heads),
         vocab_size=fields["vocab_size"],
-        rope_theta=fields["rope_theta"],
+        rope_theta=rope["rope_theta"],
         rms_norm_eps=fields["rms_norm_eps"],
     )
 

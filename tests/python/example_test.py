@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import tempfile
 import unittest
 from pathlib import Path
+from typing import Any
 
 from server import ServerTest
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "python_engine" / "needle.py"
+
+
+sys.path.insert(0, str(EXAMPLE.parent))
+import checkpoint  # noqa: E402
+
+CONFIG = {
+    "model_type": "llama", "hidden_act": "silu", "num_attention_heads": 2, "num_hidden_layers": 1,
+    "hidden_size": 128, "vocab_size": 8, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def theta_of(**fields: Any) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(CONFIG | fields))
+        return checkpoint.read_config(Path(folder)).rope_theta
+
+
+class ConfigTest(unittest.TestCase):
+    def test_reads_the_rotation_where_either_version_has_it(self) -> None:
+        self.assertEqual(theta_of(rope_theta=5.0), 5.0)
+        self.assertEqual(theta_of(rope_parameters={"rope_theta": 7.0, "rope_type": "default"}), 7.0)
+
+    def test_refuses_another_rotation(self) -> None:
+        with self.assertRaisesRegex(ValueError, "rope_type: expected default, found yarn"):
+            theta_of(rope_parameters={"rope_theta": 7.0, "rope_type": "yarn"})
+        with self.assertRaisesRegex(ValueError, "rope_theta: expected a number, found none"):
+            theta_of()
 
 
 class ExampleTest(ServerTest):
