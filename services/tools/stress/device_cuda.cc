@@ -12,6 +12,10 @@ namespace {
 
 void check(cudaError_t error, const char* call) {
   if (error == cudaSuccess) return;
+  if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver) {
+    throw Error(ErrorCode::kUnimplemented,
+                std::string("no usable GPU: ") + cudaGetErrorString(error));
+  }
   const ErrorCode code =
       error == cudaErrorMemoryAllocation ? ErrorCode::kResourceExhausted : ErrorCode::kInternal;
   throw Error(code, std::string(call) + ": expected success, found " + cudaGetErrorName(error) +

@@ -199,6 +199,15 @@ TEST_F(StressCommandTest, RefusesBadOptionsBeforeWorkStarts) {
   EXPECT_TRUE(listing().empty());
 }
 
+TEST_F(StressCommandTest, SaysThatThereIsNoGpu) {
+  std::vector<std::string> arguments = kSmall;
+  arguments.back() = "cuda";
+  const CliResult result = run_kvtier(std::move(arguments));
+  if (result.code == 0) GTEST_SKIP() << "a GPU is here";
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.err, HasSubstr("error: UNIMPLEMENTED: "));
+}
+
 /// A run that would go on for minutes.
 std::vector<std::string> long_run(const std::string& json) {
   return {"kvtier",        "stress", "--tokens", "4K", "--kv-heads", "1",
