@@ -37,7 +37,7 @@ __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
                               const BlockExchange& peers, FusedRing<kQuads>& ring,
                               FusedTables& tables, FusedQueries& queries, float* factors,
                               bool handed_on) {
-  const FusedPlanes share(args, projections_of(args.request.params, chunks), peers);
+  const FusedPlanes share(args, projections_of(args, chunks), peers);
   if (static_cast<int>(threadIdx.x) < share.workers) {
     post_products(args, input, query_index, kv_head, chunks, peers, share, tables);
   }

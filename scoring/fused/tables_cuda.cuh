@@ -52,6 +52,12 @@ __host__ __device__ inline int projections_of(const ScoreParams& params, int chu
 using transfer::cuda::HeadSource;
 using transfer::cuda::kPiece;
 
+/// The same, without a division: a scalar code has as many coordinates as a key.
+__device__ inline int projections_of(const FilterArgs& args, int chunks) {
+  return args.request.params.code_bits > 0 ? args.request.planes.head_dim
+                                           : chunks * hashing::kChunkBits;
+}
+
 /// The group's queries on their way to shared memory, a piece per thread.
 class FusedHeads {
  public:
@@ -195,8 +201,9 @@ __device__ inline void post_products(const FilterArgs& args, const FusedInput& i
                                      int query_index, int kv_head, int chunks,
                                      const BlockExchange& peers, const FusedPlanes& share,
                                      FusedTables& tables) {
-  const int num_planes = args.request.params.query_planes();
-  const int all = projections_of(args.request.params, chunks);
+  const ScoreParams& params = args.request.params;
+  const int all = projections_of(args, chunks);
+  const int num_planes = params.code_bits > 0 ? all : params.planes_read();
   const int group = args.request.kv.group();
   const int staged =
       bring_heads(args, input, query_index, kv_head, num_planes, peers, share, tables);
@@ -228,11 +235,14 @@ __device__ void write_weight_columns(const ScoreParams& params, int group, int q
     const int word = at / 32;
     const float most = __uint_as_float(largest[head]);
     const bool usable = most > 0.0F && most <= 3.4028235e38F && at < params.num_planes;
+    // Planes of bits of a scalar code have the same weights, each half of the one before.
+    int plane = at;
+    int significance = params.code_bits > 0 ? 1 << (params.code_bits - 1) : 1;
+    for (; plane >= all; plane -= all) significance >>= 1;
     int weight = 0;
     if (usable) {
-      const int plane = params.code_bits > 0 ? at % all : at;
       weight = static_cast<int>(quantised_weight(products[head * all + plane], most, levels)) *
-               params.significance(at);
+               significance;
     }
     const int quad = head / kHeadsPerProduct;
     const int chunk = quad * chunks + word / kWordsPerChunk;
@@ -269,7 +279,7 @@ __device__ inline void fetch_weights(const FilterArgs& args, int chunks, const B
   const auto thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   const int group = args.request.kv.group();
-  const int all = projections_of(params, chunks);
+  const int all = projections_of(args, chunks);
 #pragma unroll 1
   for (int i = 2 * thread; i < group * all; i += 2 * kFusedThreads) {
     uint2 bits[1];

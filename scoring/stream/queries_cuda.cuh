@@ -33,7 +33,7 @@ class StreamQueryMaker {
         input_(input),
         chunks_(chunks),
         dim_(args.request.planes.head_dim),
-        all_(projections_of(args.request.params, chunks)),
+        all_(projections_of(args, chunks)),
         queries_(reinterpret_cast<float*>(memory)) {
     const int group = args.request.kv.group();
     const int planes_at = StreamTables::planes_at(group, dim_, all_);
