@@ -283,17 +283,19 @@ __device__ inline void merge_share(const attention::OutputItem& item, int group,
   constexpr int kPairs = kAttendDim / 2;
   static_assert(kFusedBlocks == 32);
   // Lanes with the parts of a pair.
-  const unsigned width = peers.blocks > kFusedBlocks / 2 ? kFusedBlocks : kFusedBlocks / 2;
-  const int at_once = kFusedThreads / static_cast<int>(width);
+  const unsigned shift = peers.blocks > kFusedBlocks / 2 ? 5 : 4;
+  const unsigned width = 1U << shift;
+  const int at_once = kFusedThreads >> shift;
   const int pairs = group * kPairs;
-  const int each = (pairs + static_cast<int>(peers.blocks) - 1) / static_cast<int>(peers.blocks);
+  const int blocks = static_cast<int>(peers.blocks);
+  const int each = small_quotient(pairs + blocks - 1, blocks);
   const int first = static_cast<int>(peers.rank) * each;
   const int last = min(first + each, pairs);
-  const unsigned part = threadIdx.x % width;
+  const unsigned part = threadIdx.x & (width - 1);
   const TaggedWord* const from = parts + part * fused_part_words(group);
 #pragma unroll 1
   for (int base = first; base < last; base += at_once) {
-    const int pair = base + static_cast<int>(threadIdx.x / width);
+    const int pair = base + static_cast<int>(threadIdx.x >> shift);
     const bool present = pair < last && part < peers.blocks;
     const int head = min(pair, pairs - 1) / kPairs;
     uint2 words[2];  // of the accumulators, of the state
@@ -362,7 +364,7 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
                               const FusedRows& rows, int query_index, int kv_head,
                               std::int64_t group_index, std::byte* memory) {
   const transfer::KvGeometry& kv = args.request.kv;
-  const int group = kv.group();
+  const int group = group_of(kv);
   auto& shared = *reinterpret_cast<FusedAttentionShared<kHeads>*>(memory);
   std::byte* const tiles = memory + sizeof(shared);
   constexpr int kPieces = kAttendDim / kPiece;
@@ -380,7 +382,7 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
     count_attended(args, rows, query_index, kv_head);
   }
   const int blocks = static_cast<int>(peers.blocks);
-  const int each = (rows.count + blocks - 1) / blocks;
+  const int each = small_quotient(rows.count + blocks - 1, blocks);
   const int first = min(static_cast<int>(peers.rank) * each, rows.count);
   const int own = min(each, rows.count - first);
   const transfer::SequenceView& sequence =

@@ -85,7 +85,8 @@ class FusedRing {
     first_ = share.first + static_cast<int>(threadIdx.x / 32);
     count_ = max(share.last - first_ + kFusedWarps - 1, 0) / kFusedWarps;
     next_ = 0;
-    stage_ = max(count_ - 1, 0) % stages_;
+    const int before = max(count_ - 1, 0);
+    stage_ = before - small_quotient(before, stages_) * stages_;
     blocks_.start(blocks, first_, count_);
     for (int i = 0; i < stages_; ++i) fill_next();
   }

@@ -102,9 +102,9 @@ __global__ __launch_bounds__(kFusedThreads,
   __shared__ FusedRows rows;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(args.request.params);
   const auto query_index = static_cast<int>(blockIdx.y);
-  const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
-  const unsigned rank = blockIdx.x % shape.blocks;
-  const int group = args.request.kv.group();
+  const int kv_head = small_quotient(static_cast<int>(blockIdx.x), static_cast<int>(shape.blocks));
+  const unsigned rank = blockIdx.x - static_cast<unsigned>(kv_head) * shape.blocks;
+  const int group = group_of(args.request.kv);
   auto* const keys = reinterpret_cast<std::uint32_t*>(dynamic);
   const FusedScores scores{keys, reinterpret_cast<uint2*>(dynamic + shape.sums)};
   auto* const after_keys = reinterpret_cast<std::byte*>(keys + shape.capacity);

@@ -66,11 +66,11 @@ class FusedHeads {
                         int kv_head)
       : input_(input),
         query_index_(query_index),
-        first_head_(kv_head * args.request.kv.group()),
+        first_head_(kv_head * group_of(args.request.kv)),
         query_heads_(args.request.kv.query_heads),
         pieces_(args.request.planes.head_dim / kPiece) {
     static_assert(FusedTables::kMostQueries / kPiece <= kFusedThreads);
-    if (head() < args.request.kv.group()) {
+    if (head() < group_of(args.request.kv)) {
       const transfer::QueryItem& item = input.items[query_index];
       source_ = transfer::cuda::head_source(item.query, item.token, first_head_ + head());
       raw_ = transfer::cuda::load_piece(source_, piece());
@@ -101,8 +101,12 @@ class FusedHeads {
   }
 
  private:
-  [[nodiscard]] __device__ int head() const { return static_cast<int>(threadIdx.x) / pieces_; }
-  [[nodiscard]] __device__ int piece() const { return static_cast<int>(threadIdx.x) % pieces_; }
+  [[nodiscard]] __device__ int head() const {
+    return small_quotient(static_cast<int>(threadIdx.x), pieces_);
+  }
+  [[nodiscard]] __device__ int piece() const {
+    return static_cast<int>(threadIdx.x) - head() * pieces_;
+  }
 
   const FusedInput& input_;
   int query_index_;
@@ -125,9 +129,9 @@ struct FusedPlanes {
   __device__ FusedPlanes(const FilterArgs& args, int all, const BlockExchange& peers) {
     const int blocks = static_cast<int>(peers.blocks);
     const int rank = static_cast<int>(peers.rank);
-    first = rank * all / blocks;
-    count = (rank + 1) * all / blocks - first;
-    const int group = args.request.kv.group();
+    first = small_quotient(rank * all, blocks);
+    count = small_quotient((rank + 1) * all, blocks) - first;
+    const int group = group_of(args.request.kv);
     const int most = max(group * args.request.planes.head_dim / kPiece, count * group);
     workers = min((most + 31) / 32 * 32, kFusedThreads);
   }
@@ -165,14 +169,16 @@ __device__ inline int bring_heads(const FilterArgs& args, const FusedInput& inpu
   const int dim = planes.head_dim;
   const int pitch = plane_pitch(dim);
   const int pieces = dim / kPiece;
-  const int staged = min(share.count, FusedTables::kPlaneBytes / pitch);
+  const int staged = min(share.count, small_quotient(FusedTables::kPlaneBytes, pitch));
   const unsigned to = transfer::cuda::shared_address(tables.planes);
   for (int i = static_cast<int>(threadIdx.x); i < staged * pieces; i += share.workers) {
-    const int plane = share.first + i / pieces;
+    const int row = small_quotient(i, pieces);
+    const int piece = i - row * pieces;
+    const int plane = share.first + row;
     const bool present = plane < num_planes;
     transfer::cuda::copy_async_16(
-        to + static_cast<unsigned>(i / pieces * pitch + i % pieces * 2 * kPiece),
-        planes.bf16 + (present ? std::int64_t{plane} * dim + i % pieces * kPiece : 0), present);
+        to + static_cast<unsigned>(row * pitch + piece * 2 * kPiece),
+        planes.bf16 + (present ? std::int64_t{plane} * dim + piece * kPiece : 0), present);
   }
   transfer::cuda::copy_async_commit();
   const FusedHeads heads(args, input, query_index, kv_head);
@@ -204,13 +210,13 @@ __device__ inline void post_products(const FilterArgs& args, const FusedInput& i
   const ScoreParams& params = args.request.params;
   const int all = projections_of(args, chunks);
   const int num_planes = params.code_bits > 0 ? all : params.planes_read();
-  const int group = args.request.kv.group();
+  const int group = group_of(args.request.kv);
   const int staged =
       bring_heads(args, input, query_index, kv_head, num_planes, peers, share, tables);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < share.count * group; i += share.workers) {
-    const int plane = i / group;
-    const int head = i % group;
+    const int plane = small_quotient(i, group);
+    const int head = i - plane * group;
     const float sum = project(args, share, staged, num_planes, plane, head, tables);
     peers.post(peers.box.products + head * all + share.first + plane, kProductsStage,
                __float_as_uint(sum));
@@ -230,8 +236,8 @@ __device__ void write_weight_columns(const ScoreParams& params, int group, int q
   const int sketch_bits = chunks * hashing::kChunkBits;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < group * sketch_bits; i += kFusedThreads) {
-    const int head = i / sketch_bits;
-    const int at = i % sketch_bits;
+    const int head = small_quotient(i, sketch_bits);
+    const int at = i - head * sketch_bits;
     const int word = at / 32;
     const float most = __uint_as_float(largest[head]);
     const bool usable = most > 0.0F && most <= 3.4028235e38F && at < params.num_planes;
@@ -278,7 +284,7 @@ __device__ inline void fetch_weights(const FilterArgs& args, int chunks, const B
   const ScoreParams& params = args.request.params;
   const auto thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
-  const int group = args.request.kv.group();
+  const int group = group_of(args.request.kv);
   const int all = projections_of(args, chunks);
 #pragma unroll 1
   for (int i = 2 * thread; i < group * all; i += 2 * kFusedThreads) {
@@ -288,7 +294,7 @@ __device__ inline void fetch_weights(const FilterArgs& args, int chunks, const B
     *reinterpret_cast<float2*>(tables.products + i) = two;
     const float magnitude = fmaxf(fmaxf(fabsf(two.x), fabsf(two.y)), 0.0F);  // 0 for NaN
     const std::uint32_t most = __reduce_max_sync(kFullWarp, __float_as_uint(magnitude));
-    if (lane == 0) atomicMax(&tables.largest[i / all], most);
+    if (lane == 0) atomicMax(&tables.largest[small_quotient(i, all)], most);
   }
   __syncthreads();  // the largest are known
   peers.next_epoch();
