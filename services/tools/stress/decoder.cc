@@ -1,5 +1,7 @@
 #include "services/tools/stress/decoder.h"
 
+#include "services/tools/stress/memory.h"
+
 #include <algorithm>
 #include <chrono>
 #include <utility>
