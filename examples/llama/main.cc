@@ -6,6 +6,8 @@
 #include "llama/generate.h"
 #include "llama/record.h"
 #include "llama/report.h"
+#include "services/console/command_line.h"
+#include "services/console/enum_names.h"
 
 #include <CLI/CLI.hpp>
 
@@ -16,16 +18,15 @@
 
 namespace {
 
-using namespace kvtier;         // NOLINT(google-build-using-namespace): a program, not a library
-using namespace kvtier::llama;  // NOLINT(google-build-using-namespace)
+using namespace kvtier;            // NOLINT(google-build-using-namespace): a program, not a library
+using namespace kvtier::llama;     // NOLINT(google-build-using-namespace)
+using namespace kvtier::services;  // NOLINT(google-build-using-namespace): its command line
 
 struct Arguments {
   std::string model, tasks, json, logits, prompt, task, trace;
-  std::string backend = "auto";
   std::string matmul = "cpu";
   std::string kv_dtype = "model";
   std::string cuda_libs;
-  std::string plane_kind;
   EvalOptions eval;
   std::int64_t max_tokens = 32;
   std::optional<double> sparsity;
@@ -37,23 +38,21 @@ struct Arguments {
 void add_runtime(CLI::App& app, Arguments& a) {
   RuntimeOptions& runtime = a.eval.runtime;
   app.add_option("--model", a.model, "Directory of config.json and *.safetensors")->required();
-  app.add_option("--backend", a.backend, "Where kvtier runs")
-      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
-      ->capture_default_str();
+  add_named(app, "--backend", kBackendNames, runtime.backend, "Where kvtier runs (default auto)");
   app.add_option("--matmul", a.matmul, "Where the decoder's own arithmetic runs")
-      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->check(one_of({"cpu", "cuda"}))
       ->capture_default_str();
   app.add_option("--cuda-libs", a.cuda_libs, "Folder of libcublas.so, for --matmul cuda");
   app.add_option("--threads", runtime.threads, "Threads of the decoder's own arithmetic; 0: all")
-      ->check(CLI::NonNegativeNumber);
+      ->check(at_least(0));
   app.add_option("--host-mib", runtime.host_mib, "Page pool, MiB; 0: what the session needs")
-      ->check(CLI::NonNegativeNumber);
+      ->check(at_least(0));
   app.add_option("--host-budget", runtime.host_budget,
                  "Share of these pages that memory holds, such as 50%; the others: --disk-cache");
   app.add_option("--disk-cache", runtime.disk_cache,
                  "Folder of this program alone for pages that find no room in memory");
   app.add_option("--kv-dtype", a.kv_dtype, "Rows in pages: model (bf16) or int8")
-      ->check(CLI::IsMember({"model", "int8"}))
+      ->check(one_of({"model", "int8"}))
       ->capture_default_str();
   app.add_option("--memcached", runtime.remote.memcached,
                  "HOST:PORT,... or unix:PATH of memcached servers that keep copies of its pages")
@@ -62,7 +61,7 @@ void add_runtime(CLI::App& app, Arguments& a) {
                  "HOST:PORT or unix:PATH of a Redis server that does");
   app.add_option("--device-mib", runtime.device_mib,
                  "Sketches and workspaces, MiB; 0: what the session needs")
-      ->check(CLI::NonNegativeNumber);
+      ->check(at_least(0));
 }
 
 void add_kv(CLI::App& app, Arguments& a) {
@@ -70,11 +69,9 @@ void add_kv(CLI::App& app, Arguments& a) {
                  "Server that keeps the KV, selects and attends: unix:PATH of kvtier serve");
 }
 
-void add_retrieval(CLI::App& app, Arguments& a, RetrievalOptions& retrieval) {
+void add_retrieval(CLI::App& app, RetrievalOptions& retrieval) {
   RetrievalConfig& shared = retrieval.shared;
-  app.add_option("--bits", retrieval.bits,
-                 "Bits of a key of norm_aware (default 256, or the next multiple of head_dim)")
-      ->delimiter(',');
+  app.add_option("--bits", retrieval.bits, kBitsText)->delimiter(',');
   app.add_option("--error-target", retrieval.error_targets,
                  "Of priority: the standard error of the softmax denominator that is aimed at; 0: "
                  "none")
@@ -93,13 +90,13 @@ void add_retrieval(CLI::App& app, Arguments& a, RetrievalOptions& retrieval) {
   app.add_option("--tau", shared.tau, "Temperature of soft_collision")->capture_default_str();
   app.add_option("--query-bits", shared.query_bits, "Bits of norm_aware query weights: 0, 4 or 8")
       ->capture_default_str();
-  app.add_option("--plane-kind", a.plane_kind, "Kind of planes; by default the estimator's own")
-      ->check(CLI::IsMember({"gaussian", "orthogonal"}));
+  add_named(app, "--plane-kind", kPlaneKindNames, shared.plane_kind,
+            "Kind of planes; by default the estimator's own");
   app.add_option("--sink", retrieval.sink, "First tokens, always attended")
-      ->check(CLI::NonNegativeNumber)
+      ->check(at_least(0))
       ->capture_default_str();
   app.add_option("--window", retrieval.window, "Last tokens, always attended")
-      ->check(CLI::NonNegativeNumber)
+      ->check(at_least(0))
       ->capture_default_str();
   app.add_option("--seed", retrieval.seeds, "Seeds of the planes")
       ->delimiter(',')
@@ -108,7 +105,7 @@ void add_retrieval(CLI::App& app, Arguments& a, RetrievalOptions& retrieval) {
       app.add_option("--preset", retrieval.presets,
                      "socket: the method of the SOCKET paper; default: that of this library")
           ->delimiter(',')
-          ->check(CLI::IsMember({"default", "socket"}));
+          ->check(one_of({"default", "socket"}));
   for (const char* own :
        {"--estimator", "--value-weighting", "--selection", "--rule", "--code", "--bits",
         "--query-bits", "--error-target", "--coarse-bits", "--candidates", "--planes-per-table",
@@ -119,16 +116,17 @@ void add_retrieval(CLI::App& app, Arguments& a, RetrievalOptions& retrieval) {
 
 /// The only estimator, weighting, selection, rule and code of a run.
 void add_single(CLI::App& app, RetrievalOptions& retrieval) {
-  const auto add = [&app](const char* flag, std::vector<std::string>& to) {
+  const auto add = [&app](const char* flag, const auto& names, std::vector<std::string>& to) {
     app.add_option_function<std::string>(
            flag, [&to](const std::string& name) { to = {name}; }, "As of eval")
+        ->check(one_of(names_in(names)))
         ->default_str(to.empty() ? "" : to.front());
   };
-  add("--estimator", retrieval.estimators);
-  add("--value-weighting", retrieval.weightings);
-  add("--selection", retrieval.selections);
-  add("--rule", retrieval.rules);
-  add("--code", retrieval.codes);
+  add("--estimator", kEstimatorNames, retrieval.estimators);
+  add("--value-weighting", kWeightingNames, retrieval.weightings);
+  add("--selection", kSelectionNames, retrieval.selections);
+  add("--rule", kRuleNames, retrieval.rules);
+  add("--code", kCodeNames, retrieval.codes);
 }
 
 CLI::App* add_eval(CLI::App& app, Arguments& a) {
@@ -145,30 +143,31 @@ CLI::App* add_eval(CLI::App& app, Arguments& a) {
       ->capture_default_str();
   eval->add_option("--first-sequence", a.eval.first_sequence, "The first of them")
       ->capture_default_str();
-  eval->add_option("--estimator", retrieval.estimators,
-                   "soft_collision, hard_collision, norm_aware")
+  eval->add_option("--estimator", retrieval.estimators, "How tokens are scored")
       ->delimiter(',')
+      ->check(one_of(names_in(kEstimatorNames)))
       ->capture_default_str();
-  eval->add_option("--value-weighting", retrieval.weightings,
-                   "default, linear, calibrated, logit, none")
+  eval->add_option("--value-weighting", retrieval.weightings, "Value weightings")
       ->delimiter(',')
+      ->check(one_of(names_in(kWeightingNames)))
       ->capture_default_str();
-  eval->add_option("--selection", retrieval.selections, "per_kv_head, per_query_head, per_sequence")
+  eval->add_option("--selection", retrieval.selections, "Who shares a selection")
       ->delimiter(',')
+      ->check(one_of(names_in(kSelectionNames)))
       ->capture_default_str();
-  eval->add_option("--rule", retrieval.rules,
-                   "top_k, priority (default: priority with norm_aware, else top_k)")
-      ->delimiter(',');
-  eval->add_option("--code", retrieval.codes,
-                   "sign, scalar (default: scalar with norm_aware, else sign)")
-      ->delimiter(',');
+  eval->add_option("--rule", retrieval.rules, kRuleText)
+      ->delimiter(',')
+      ->check(one_of(names_in(kRuleNames)));
+  eval->add_option("--code", retrieval.codes, kCodeText)
+      ->delimiter(',')
+      ->check(one_of(names_in(kCodeNames)));
   eval->add_option("--sparsity", retrieval.sparsities, "Context over tokens selected; 0: dense")
       ->delimiter(',')
       ->capture_default_str();
   eval->add_option("--json", a.json, "File for the figures");
   eval->add_option("--logits", a.logits,
                    "File for the logits (safetensors): CASE.SEQUENCE.ROW of the report");
-  add_retrieval(*eval, a, retrieval);
+  add_retrieval(*eval, retrieval);
   return eval;
 }
 
@@ -178,13 +177,13 @@ CLI::App* add_generate(CLI::App& app, Arguments& a) {
   add_kv(*generate, a);
   generate->add_option("--prompt-ids", a.prompt, "Token ids: 1,2,3 or @FILE")->required();
   generate->add_option("--max-tokens", a.max_tokens, "Most tokens to generate")
-      ->check(CLI::PositiveNumber)
+      ->check(at_least(1))
       ->capture_default_str();
   generate->add_option("--sparsity", a.sparsity,
                        "Tokens visible over tokens selected; 0: dense (default: as many tokens as "
                        "the error target needs)");
   add_single(*generate, a.eval.retrieval);
-  add_retrieval(*generate, a, a.eval.retrieval);
+  add_retrieval(*generate, a.eval.retrieval);
   return generate;
 }
 
@@ -207,36 +206,34 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
   CLI::App* bench =
       app.add_subcommand("bench", "Time a whole model's tokens, dense and sparse in one run");
   bench->add_option("--shape", options.shape, "Layers, widths and heads of a published model")
-      ->check(CLI::IsMember(bench_shapes()))
+      ->check(one_of(bench_shapes()))
       ->capture_default_str();
   bench->add_flag("--random-weights")
       ->description("In place of trained ones, which take the same time")
       ->required();
-  bench->add_option("--layers", options.layers, "In place of the shape's")
-      ->check(CLI::Range(1, 1024));
+  bench->add_option("--layers", options.layers, "In place of the shape's")->check(between(1, 1024));
   bench
       ->add_option(
           "--tensor-parallel", options.tensor_parallel,
           "Ranks that share the model; one of them is measured, without what they exchange")
-      ->check(CLI::Range(1, 64))
+      ->check(between(1, 64))
       ->capture_default_str();
   bench->add_option("--context", options.contexts, "Tokens before those that are timed")
       ->delimiter(',')
-      ->check(CLI::Range(1024, 1 << 24))
+      ->check(between(1024, 1 << 24))
       ->capture_default_str();
   bench->add_option("--steps", options.steps, "Tokens timed for each row")
-      ->check(CLI::Range(3, 400))
+      ->check(between(3, 400))
       ->capture_default_str();
-  bench->add_option("--backend", a.backend, "auto: the GPU where there is one")
-      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
-      ->capture_default_str();
+  add_named(*bench, "--backend", kBackendNames, options.backend,
+            "auto: the GPU where there is one (default auto)");
   bench->add_option("--cuda-libs", options.cuda_libs, "Folders of libcublas and libcudnn")
       ->delimiter(',');
   bench->add_option("--threads", options.threads, "Of the decoder on the CPU; 0: all")
-      ->check(CLI::NonNegativeNumber);
+      ->check(at_least(0));
   bench->add_option("--json", options.json, "File for the figures");
   bench->add_option("--kv-dtype", a.kv_dtype, "Rows in pages: model (bf16), bf16 or int8")
-      ->check(CLI::IsMember({"model", "bf16", "int8"}))
+      ->check(one_of({"model", "bf16", "int8"}))
       ->capture_default_str();
   bench
       ->add_option_function<std::vector<std::string>>(
@@ -250,7 +247,7 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
           },
           "On a GPU: where the KV is, rows for each")
       ->delimiter(',')
-      ->check(CLI::IsMember({"device", "host"}))
+      ->check(one_of({"device", "host"}))
       ->default_str("device,host");
   bench
       ->add_option_function<std::string>(
@@ -261,23 +258,23 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
                                                              : HostAllocation::kAuto;
           },
           "On a GPU: how host memory is pinned (docs/decisions/0010-host-pages.md)")
-      ->check(CLI::IsMember({"auto", "managed", "registered"}))
+      ->check(one_of({"auto", "managed", "registered"}))
       ->default_str("auto");
   bench
       ->add_option("--row-cache-rows", options.row_cache_rows,
                    "On a GPU: rows per KV head that stay on it with KV on the host, rows for each "
                    "number; default: those of the library")
       ->delimiter(',')
-      ->check(CLI::Range(0, 1 << 20));
+      ->check(between(0, 1 << 20));
   bench
       ->add_option(
           "--locality", options.locality,
           "On a GPU: whose queries those of attention drift like; none: the projections' own")
-      ->check(CLI::IsMember({"smollm2", "needle-llama", "none"}))
+      ->check(one_of({"smollm2", "needle-llama", "none"}))
       ->capture_default_str();
   bench->add_option("--batch", options.batches, "Sequences that decode together, rows for each")
       ->delimiter(',')
-      ->check(CLI::Range(1, 64))
+      ->check(between(1, 64))
       ->capture_default_str();
   bench->add_flag("!--no-dense", options.dense, "Leaves dense attention out");
   bench->add_flag("--stages", options.stages,
@@ -286,20 +283,15 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
   CLI::Option* sparsity = bench
                               ->add_option("--sparsity", retrieval.sparsities.front(),
                                            "Tokens visible over those selected")
-                              ->check(CLI::Range(1.0, 1e6))
+                              ->check(between(1.0, 1e6))
                               ->capture_default_str();
   bench->add_option("--k", options.top_ks, "Tokens selected per KV head, rows for each number")
       ->delimiter(',')
-      ->check(CLI::Range(1, 1 << 24))
+      ->check(between(1, 1 << 24))
       ->excludes(sparsity);
   add_single(*bench, retrieval);
-  add_retrieval(*bench, a, retrieval);
+  add_retrieval(*bench, retrieval);
   return bench;
-}
-
-Backend parse_backend(const std::string& name) {
-  if (name == "cpu") return Backend::kCpu;
-  return name == "cuda" ? Backend::kCuda : Backend::kAuto;
 }
 
 /// Device tensors of the decoder go to kvtier, so both have to be on the GPU.
@@ -379,51 +371,45 @@ void run_record(Arguments& a) {
   std::cout << "wrote " << a.trace << '\n';
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  CLI::App app("kvtier-llama: a small Llama and Qwen3 decoder that keeps its KV in kvtier");
+int run_program(std::vector<std::string> arguments, const Console& console) {
+  CLI::App app("kvtier-llama: a small Llama and Qwen3 decoder that keeps its KV in kvtier",
+               "kvtier-llama");
   app.set_version_flag("--version", "kvtier-llama " KVTIER_VERSION);
-  app.require_subcommand(1);
   Arguments a;
   const CLI::App* eval = add_eval(app, a);
   const CLI::App* generate = add_generate(app, a);
   add_record(app, a);
   const CLI::App* bench = add_bench(app, a);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    constexpr int kExitUsage = 2;  // as that of kvtier
-    return app.exit(error) == 0 ? 0 : kExitUsage;
-  }
+  std::string command = app.get_name();
+  for (const std::string& argument : arguments) command += " " + argument;
+  if (const auto code = parse_command_line(app, std::move(arguments), console)) return *code;
 
-  std::string command;
-  for (int i = 0; i < argc; ++i) command += (i == 0 ? "" : " ") + std::string(argv[i]);
-  try {
-    a.eval.runtime.backend = a.bench.backend = parse_backend(a.backend);
-    if (!a.plane_kind.empty()) {
-      a.eval.retrieval.shared.plane_kind = a.bench.retrieval.shared.plane_kind =
-          a.plane_kind == "gaussian" ? PlaneKind::kGaussian : PlaneKind::kOrthogonal;
-    }
-    if (bench->parsed()) {
-      a.bench.command = command;
-      if (a.kv_dtype == "int8") a.bench.page_format = PageFormat::kInt8;
-      run_bench(std::cout, a.bench);
-    } else if (eval->parsed()) {
-      run_eval(a, command);
-    } else if (generate->parsed()) {
-      run_generate(a);
-    } else {
-      run_record(a);
-    }
-  } catch (const Error& error) {
-    clear_progress();
-    std::cerr << "kvtier-llama: " << error_code_name(error.code()) << ": " << error.what() << '\n';
-    return 1;
-  } catch (const std::exception& error) {
-    clear_progress();
-    std::cerr << "kvtier-llama: " << error.what() << '\n';
-    return 1;
+  if (bench->parsed()) {
+    a.bench.command = command;
+    if (a.kv_dtype == "int8") a.bench.page_format = PageFormat::kInt8;
+    run_bench(console.out, a.bench);
+  } else if (eval->parsed()) {
+    run_eval(a, command);
+  } else if (generate->parsed()) {
+    run_generate(a);
+  } else {
+    run_record(a);
   }
   return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> arguments(argv + 1, argv + argc);
+  const Console console{
+      .out = std::cout, .err = std::cerr, .err_is_terminal = isatty(STDERR_FILENO) == 1};
+  return with_errors_printed(std::cerr, [&] {
+    try {
+      return run_program(arguments, console);
+    } catch (...) {
+      clear_progress();
+      throw;
+    }
+  });
 }

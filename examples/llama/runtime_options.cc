@@ -2,44 +2,23 @@
 
 #include "kvtier/error.h"
 
+#include "services/console/enum_names.h"
+
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <sstream>
+#include <string_view>
 #include <utility>
 
 namespace kvtier::llama {
 namespace {
 
-template <typename Enum, std::size_t N>
-using Names = std::array<std::pair<const char*, Enum>, N>;
-
-constexpr Names<Estimator, 3> kEstimators{{{"soft_collision", Estimator::kSoftCollision},
-                                           {"hard_collision", Estimator::kHardCollision},
-                                           {"norm_aware", Estimator::kNormAware}}};
-constexpr Names<ValueWeighting, 5> kWeightings{{{"default", ValueWeighting::kDefault},
-                                                {"linear", ValueWeighting::kLinear},
-                                                {"calibrated", ValueWeighting::kCalibrated},
-                                                {"logit", ValueWeighting::kLogit},
-                                                {"none", ValueWeighting::kNone}}};
-constexpr Names<Selection, 3> kSelections{{{"per_kv_head", Selection::kPerKvHead},
-                                           {"per_query_head", Selection::kPerQueryHead},
-                                           {"per_sequence", Selection::kPerSequence}}};
-
-constexpr Names<SelectionRule, 2> kRules{
-    {{"top_k", SelectionRule::kTopK}, {"priority", SelectionRule::kPriority}}};
-constexpr Names<SketchCode, 2> kCodes{
-    {{"sign", SketchCode::kSign}, {"scalar", SketchCode::kScalar}}};
+using namespace services;  // NOLINT(google-build-using-namespace): the names of enum_names.h
 
 template <typename Enum, std::size_t N>
-std::string name_of(const Names<Enum, N>& names, Enum value) {
-  const auto* it = std::find_if(names.begin(), names.end(),
-                                [value](const auto& entry) { return entry.second == value; });
-  return it == names.end() ? "unknown" : it->first;
-}
-
-template <typename Enum, std::size_t N>
-Enum value_of(const Names<Enum, N>& names, const std::string& option, const std::string& name) {
+Enum value_of(const std::array<std::pair<std::string_view, Enum>, N>& names,
+              const std::string& option, const std::string& name) {
   std::string known;
   for (const auto& [text, value] : names) {
     if (name == text) return value;
@@ -71,7 +50,7 @@ void add_codes(const RetrievalOptions& options, const std::vector<std::string>& 
   const bool norm_aware = retrieval.estimator == Estimator::kNormAware;
   retrieval.candidates = options.candidates;
   for (const std::string& code : codes) {
-    retrieval.code = value_of(kCodes, "--code", code);
+    retrieval.code = value_of(kCodeNames, "--code", code);
     const bool scalar = retrieval.code == SketchCode::kScalar;
     retrieval.coarse_bits = scalar && phased ? options.coarse_bits : 0;
     if (scalar && !norm_aware) {
@@ -98,7 +77,7 @@ void add_choices(const RetrievalOptions& options, RetrievalConfig retrieval,
   const bool samples = options.rules.empty() || std::ranges::count(rules, "priority") > 0;
   const std::size_t before = result.size();
   for (const std::string& rule : rules) {
-    retrieval.rule = value_of(kRules, "--rule", rule);
+    retrieval.rule = value_of(kRuleNames, "--rule", rule);
     const bool priority = retrieval.rule == SelectionRule::kPriority;
     if (priority && !logits) {
       left_out.push_back(estimator + ", " + weighting_name(retrieval.weighting()) +
@@ -122,19 +101,19 @@ std::vector<RetrievalConfig> make_selectors(const RetrievalOptions& options,
                                             std::vector<std::string>& left_out) {
   std::vector<RetrievalConfig> result;
   for (const std::string& estimator : options.estimators) {
-    const Estimator kind = value_of(kEstimators, "--estimator", estimator);
+    const Estimator kind = value_of(kEstimatorNames, "--estimator", estimator);
     bool used = false;
     for (const std::string& weighting : options.weightings) {
       RetrievalConfig retrieval = options.shared;
       retrieval.estimator = kind;
-      retrieval.value_weighting = value_of(kWeightings, "--value-weighting", weighting);
+      retrieval.value_weighting = value_of(kWeightingNames, "--value-weighting", weighting);
       if (!allowed(kind, retrieval.value_weighting)) {
         left_out.push_back(estimator + " has no value weighting " + weighting);
         continue;
       }
       used = true;
       for (const std::string& selection : options.selections) {
-        retrieval.selection = value_of(kSelections, "--selection", selection);
+        retrieval.selection = value_of(kSelectionNames, "--selection", selection);
         add_choices(options, retrieval, result, left_out);
       }
     }
@@ -228,14 +207,18 @@ std::size_t mebibytes(std::int64_t count) { return static_cast<std::size_t>(coun
 
 }  // namespace
 
-std::string estimator_name(Estimator estimator) { return name_of(kEstimators, estimator); }
-std::string weighting_name(ValueWeighting weighting) { return name_of(kWeightings, weighting); }
-std::string selection_name(Selection selection) { return name_of(kSelections, selection); }
-std::string rule_name(SelectionRule rule) { return name_of(kRules, rule); }
-std::string code_name(SketchCode code) { return name_of(kCodes, code); }
-std::string backend_name(Backend backend) {
-  return backend == Backend::kCuda ? "cuda" : backend == Backend::kCpu ? "cpu" : "auto";
+std::string estimator_name(Estimator estimator) {
+  return std::string(name_of(kEstimatorNames, estimator));
 }
+std::string weighting_name(ValueWeighting weighting) {
+  return std::string(name_of(kWeightingNames, weighting));
+}
+std::string selection_name(Selection selection) {
+  return std::string(name_of(kSelectionNames, selection));
+}
+std::string rule_name(SelectionRule rule) { return std::string(name_of(kRuleNames, rule)); }
+std::string code_name(SketchCode code) { return std::string(name_of(kCodeNames, code)); }
+std::string backend_name(Backend backend) { return std::string(name_of(kBackendNames, backend)); }
 
 std::vector<Method> make_methods(const RetrievalOptions& options,
                                  std::vector<std::string>& left_out) {

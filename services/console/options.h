@@ -29,6 +29,29 @@ template <typename Number>
       bounds.str());
 }
 
+/// Takes a number from `lowest` on.
+template <typename Number>
+[[nodiscard]] CLI::Validator at_least(Number lowest) {
+  return CLI::Validator(
+      [lowest](std::string& text) {
+        Number value{};
+        const bool good = CLI::detail::lexical_cast(text, value) && lowest <= value;
+        return good ? std::string()
+                    : "expected at least " + std::to_string(lowest) + ", found " + text;
+      },
+      "");
+}
+
+/// Takes one of `names`.
+[[nodiscard]] inline CLI::Validator one_of(const std::vector<std::string>& names) {
+  return CLI::Validator(
+      [names](std::string& text) {
+        if (std::ranges::count(names, text) > 0) return std::string();
+        return "expected one of " + CLI::detail::join(names, ", ") + ", found " + text;
+      },
+      "{" + CLI::detail::join(names, ",") + "}");
+}
+
 /// Takes what can be read as a `Number`.
 template <typename Number>
 [[nodiscard]] CLI::Validator number_expected(const std::string& expected) {
@@ -104,7 +127,7 @@ CLI::Option* add_named(CLI::App& app, const std::string& flag, const Names& name
             }
           },
           description)
-      ->check(CLI::IsMember(names_in(names)));
+      ->check(one_of(names_in(names)));
 }
 
 /// As `add_named`, for several values; those parsed take the place of all in `to`.
@@ -125,7 +148,7 @@ CLI::Option* add_named_list(CLI::App& app, const std::string& flag, const Names&
           description)
       ->delimiter(',')
       ->allow_extra_args(false)
-      ->check(CLI::IsMember(names_in(names)));
+      ->check(one_of(names_in(names)));
 }
 
 inline constexpr const char* kRuleText =

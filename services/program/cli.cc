@@ -1,7 +1,6 @@
 #include "services/program/cli.h"
 
-#include "kvtier/error.h"
-
+#include "services/console/command_line.h"
 #include "services/console/log.h"
 #include "services/console/options.h"
 #include "services/serve/serve.h"
@@ -14,45 +13,24 @@
 
 #include <CLI/CLI.hpp>
 
-#include <algorithm>
-#include <exception>
 #include <utility>
 
 namespace kvtier::services {
 namespace {
 
 constexpr const char* kVersion = "kvtier " KVTIER_VERSION;
-constexpr int kExitError = 1;
-constexpr int kExitUsage = 2;
-
-/// What to say of arguments that no command takes.
-std::string unexpected(const CLI::App& app) {
-  std::string found;
-  for (const std::string& argument : app.remaining(true)) found += " " + argument;
-  const std::vector<CLI::App*> parsed = app.get_subcommands();
-  const std::string command = parsed.empty() ? "" : " " + parsed.front()->get_name();
-  if (!command.empty() || found.starts_with(" -")) {
-    return "error: expected what kvtier" + command + " --help lists, found" + found;
-  }
-  std::string names;
-  for (const CLI::App* child : app.get_subcommands([](const CLI::App*) { return true; })) {
-    names += (names.empty() ? "" : ", ") + child->get_name();
-  }
-  return "error: expected one of " + names + ", found" + found;
-}
 
 int run_program(std::vector<std::string> arguments, const Console& console) {
   CLI::App app("kvtier: long-context KV cache off the GPU", "kvtier");
   app.set_version_flag("--version", kVersion);
-  app.require_subcommand(0, 1);  // `man serve`: serve is no second command
-  app.fallthrough();             // `serve --log-level debug`: commands inherit it
+  app.fallthrough();  // `serve --log-level debug`: commands inherit it
   std::string log_level = "warning";
   app.add_option("--log-level", log_level, "Messages of the library on stderr")
-      ->check(CLI::IsMember({"debug", "info", "warning", "error", "off"}))
+      ->check(one_of({"debug", "info", "warning", "error", "off"}))
       ->capture_default_str();
   std::string log_format = "text";
   app.add_option("--log-format", log_format, "Of these messages: text, or a JSON object a line")
-      ->check(CLI::IsMember({"text", "json"}))
+      ->check(one_of({"text", "json"}))
       ->capture_default_str();
   ReplayCommand replay_command;
   add_replay(app, replay_command);
@@ -68,20 +46,7 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
   add_plan(app, plan_command);
   ManualCommand manual_command;
   add_manual(app, manual_command);
-  expect_numbers(app);
-  try {
-    std::reverse(arguments.begin(), arguments.end());  // CLI11 takes the last one first
-    app.parse(std::move(arguments));
-  } catch (const CLI::ExtrasError&) {
-    console.err << unexpected(app) << '\n';
-    return kExitUsage;
-  } catch (const CLI::ParseError& error) {
-    return app.exit(error, console.out, console.err) == 0 ? 0 : kExitUsage;
-  }
-  if (app.get_subcommands().empty()) {
-    console.err << "error: expected a subcommand, found none\n\n" << app.help();
-    return kExitUsage;
-  }
+  if (const auto code = parse_command_line(app, std::move(arguments), console)) return *code;
   Log log(console.err, log_level, log_format == "json" ? LogFormat::kJson : LogFormat::kText);
   replay_command.options.log = log.library();
   if (app.got_subcommand("stress")) return run_stress(stress_command, console, log.library());
@@ -98,15 +63,8 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
 }  // namespace
 
 int run_cli(std::vector<std::string> arguments, const Console& console) {
-  try {
-    return run_program(std::move(arguments), console);
-  } catch (const Error& error) {
-    console.err << "error: " << error_code_name(error.code()) << ": " << error.what() << '\n';
-  } catch (const std::exception& error) {
-    console.err << "error: " << error_code_name(ErrorCode::kInternal) << ": " << error.what()
-                << '\n';
-  }
-  return kExitError;
+  return with_errors_printed(console.err,
+                             [&] { return run_program(std::move(arguments), console); });
 }
 
 }  // namespace kvtier::services

@@ -300,7 +300,7 @@ void add_serve(CLI::App& program, ServeCommand& command) {
              },
              "Serve from a process that is replaced after a fault: on, off, or auto, where a GPU "
              "may be used (default auto)")
-          ->check(CLI::IsMember({"auto", "on", "off"})));
+          ->check(one_of({"auto", "on", "off"})));
   add("--threads", command.threads, "Threads that sessions work on; 0: one per core")
       ->check(between(0, 1024));
   add_number("--max-models", command.max_models, 1, 1024,

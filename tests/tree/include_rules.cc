@@ -60,7 +60,7 @@ const std::map<std::string, Modules, std::less<>> kArrows{
     {"services/program",
      {"services/console", "services/evaluation", "services/serve", "services/tools", "api"}},
     {"services", {"api", "proto"}},
-    {"examples", {"api", "formats", "proto"}},
+    {"examples", {"api", "formats", "proto", "services/console"}},
 };
 const Modules kUnrestricted{"tests", "benchmarks"};
 

@@ -1,5 +1,7 @@
 #include "services/tools/manual/manual.h"
 
+#include "services/console/options.h"
+
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
@@ -60,7 +62,7 @@ void add_manual(CLI::App& program, ManualCommand& command) {
   program.add_subcommand("completion", "Print a script that completes this program's command line")
       ->add_option("SHELL", command.shell, "Shell that runs the script")
       ->required()
-      ->check(CLI::IsMember({"bash", "zsh", "fish"}));
+      ->check(one_of({"bash", "zsh", "fish"}));
   program.add_subcommand("man", "Print the manual page of this program or of one of its commands")
       ->add_option("COMMAND", command.command, "Command (default: the program)");
 }

@@ -67,7 +67,7 @@ void add_replay(CLI::App& program, ReplayCommand& command) {
   CLI::Option* preset = app.add_option_function<std::string>(
                                "--preset", [&grid](const std::string&) { grid.set_socket(); },
                                "socket: the method of the SOCKET paper")
-                            ->check(CLI::IsMember({"socket"}));
+                            ->check(one_of({"socket"}));
   for (const char* own : {"--estimator", "--value-weighting", "--selection", "--plane-kind",
                           "--planes-per-table", "--tables", "--rule", "--code"}) {
     preset->excludes(app.get_option(own));

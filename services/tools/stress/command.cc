@@ -50,7 +50,7 @@ CLI::Option* add_preset(CLI::App& app, StressOptions& options) {
   for (const ModelPreset& preset : model_presets()) presets.emplace_back(preset.name);
   return app
       .add_option("--preset", options.preset, "Layers, heads and head_dim of a published model")
-      ->check(CLI::IsMember(presets));
+      ->check(one_of(presets));
 }
 
 void add_stress(CLI::App& program, StressCommand& command) {

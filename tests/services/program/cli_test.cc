@@ -89,22 +89,32 @@ TEST_F(CliTest, RejectsCommandLinesItDoesNotUnderstand) {
       {{}, "expected a subcommand"},
       {{"replya"}, "replya"},
       {{"--loud"}, "--loud"},
-      {{"replay"}, "TRACE"},
+      {{"replay"}, "error: expected TRACE, found none\n"},
       {{"replay", trace, "--sparsty", "3"}, "--sparsty"},
       {{"replay", trace, "another"}, "another"},
       {{"replay", trace, "--estimator", "softest"}, "softest"},
       {{"replay", trace, "--value-weighting", "linear,heavy"}, "heavy"},
-      {{"replay", trace, "--selection", "all"}, "all"},
+      {{"replay", trace, "--selection", "all"},
+       "error: --selection: expected one of per_kv_head, per_query_head, per_sequence, found "
+       "all\n"},
       {{"replay", trace, "--plane-kind", "paper"}, "paper"},
       {{"replay", trace, "--rule", "chance"}, "chance"},
       {{"replay", trace, "--code", "ternary"}, "ternary"},
       {{"replay", trace, "--preset", "quest"}, "quest"},
-      {{"replay", trace, "--preset", "socket", "--rule", "priority"}, "excludes"},
+      {{"replay", trace, "--preset", "socket", "--rule", "priority"},
+       "error: expected --rule or --preset, found both\n"},
       {{"replay", trace, "--backend", "gpu"}, "gpu"},
-      {{"replay", trace, "--tau", "warm"}, "warm"},
+      {{"stress", "--layers", "3000000000"},
+       "error: --layers: expected a number of 32 bits, found 3000000000\n"},
+      {{"stress", "--compare-dense=maybe"},
+       "error: --compare-dense: expected true or false, found maybe\n"},
+      {{"replay", trace, "--tau"}, "error: --tau: expected a value, found none\n"},
+      {{"plan", "--gpu", "8G", "--gpu", "9G"}, "error: --gpu: expected one value, found 2\n"},
+      {{"replay", trace, "--tau", "warm"}, "error: --tau: expected a number, found warm\n"},
       {{"replay", trace, "--k", "3.5"}, "3.5"},
-      {{"replay", trace, "--k", "8", "--sparsity", "3"}, "excludes"},
-      {{"--log-level", "all", "replay", trace}, "all"}};
+      {{"replay", trace, "--k", "8", "--sparsity", "3"}, "found both"},
+      {{"--log-level", "all", "replay", trace},
+       "error: --log-level: expected one of debug, info, warning, error, off, found all\n"}};
   for (const auto& [arguments, message] : cases) {
     const CliResult result = run_kvtier(arguments);
     EXPECT_EQ(result.code, 2) << message;

@@ -227,11 +227,11 @@ TEST_F(PlanTest, TakesTheShapeOfAPreset) {
 
   const CliResult neither = run_kvtier({"plan", "--gpu", "80G"});
   EXPECT_EQ(neither.code, 2);
-  EXPECT_THAT(neither.err, HasSubstr("--model or --preset is required"));
+  EXPECT_THAT(neither.err, HasSubstr("error: expected --model or --preset, found none"));
   const CliResult both =
       run_kvtier({"plan", "--preset", "qwen3-8b", "--model", "config.json", "--gpu", "80G"});
   EXPECT_EQ(both.code, 2);
-  EXPECT_THAT(both.err, HasSubstr("excludes"));
+  EXPECT_THAT(both.err, HasSubstr("found both"));
 }
 
 /// Splits a command line at its spaces.

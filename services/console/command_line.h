@@ -1,0 +1,105 @@
+#pragma once
+
+#include "kvtier/error.h"
+
+#include "services/console/console.h"
+#include "services/console/options.h"
+
+#include <CLI/CLI.hpp>
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+/// The command line of a program that has commands, and what is said of errors.
+namespace kvtier::services {
+
+inline constexpr int kExitError = 1;
+inline constexpr int kExitUsage = 2;
+
+/// What to say of arguments that no command takes.
+[[nodiscard]] inline std::string unexpected(const CLI::App& app) {
+  std::string found;
+  for (const std::string& argument : app.remaining(true)) found += " " + argument;
+  const std::vector<CLI::App*> parsed = app.get_subcommands();
+  const std::string command = parsed.empty() ? "" : " " + parsed.front()->get_name();
+  if (!command.empty() || found.starts_with(" -")) {
+    return "expected what " + app.get_name() + command + " --help lists, found" + found;
+  }
+  std::string names;
+  for (const CLI::App* child : app.get_subcommands([](const CLI::App*) { return true; })) {
+    names += (names.empty() ? "" : ", ") + child->get_name();
+  }
+  return "expected one of " + names + ", found" + found;
+}
+
+/// Returns what an error of CLI11 means, with what was expected and found.
+[[nodiscard]] inline std::string usage_problem(const CLI::App& app, const CLI::ParseError& error) {
+  if (dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr) return unexpected(app);
+  const std::string text = error.what();
+  const auto around = [&text](std::string_view words) {
+    const std::size_t at = text.find(words);
+    return at == std::string::npos ? std::pair(std::string(), std::string())
+                                   : std::pair(text.substr(0, at), text.substr(at + words.size()));
+  };
+  if (const auto [option, rest] = around(" is required"); !option.empty()) {
+    return "expected " + option + ", found none";
+  }
+  if (const auto [option, other] = around(" excludes "); !option.empty()) {
+    return "expected " + option + " or " + other + ", found both";
+  }
+  if (const auto [option, type] = around(": 1 required "); !option.empty()) {
+    return option + ": expected a value, found none";
+  }
+  if (const auto [option, count] = around(": At Most 1 required but received "); !option.empty()) {
+    return option + ": expected one value, found " + count;
+  }
+  if (const auto [none, setting] = around("Could not convert: "); !setting.empty()) {
+    const std::size_t equals = setting.find(" = ");
+    const std::string found = setting.substr(equals + 3);
+    const bool number = found.find_first_not_of("+-,0123456789") == std::string::npos;
+    return setting.substr(0, equals) + ": expected " +
+           (number ? "a number of 32 bits" : "true or false") + ", found " + found;
+  }
+  return text;
+}
+
+/// Parses `arguments`, without the program's name, so that one of the commands of `app` is chosen.
+/// Returns the exit code where there is nothing more to do: of --help, --version, and an error.
+[[nodiscard]] inline std::optional<int> parse_command_line(CLI::App& app,
+                                                           std::vector<std::string> arguments,
+                                                           const Console& console) {
+  app.require_subcommand(0, 1);  // `man serve`: serve is no second command
+  expect_numbers(app);
+  try {
+    std::reverse(arguments.begin(), arguments.end());  // CLI11 takes the last one first
+    app.parse(std::move(arguments));
+  } catch (const CLI::Success& wanted) {
+    return app.exit(wanted, console.out, console.err);
+  } catch (const CLI::ParseError& error) {
+    console.err << "error: " << usage_problem(app, error) << '\n';
+    return kExitUsage;
+  }
+  if (!app.get_subcommands().empty()) return std::nullopt;
+  console.err << "error: expected a subcommand, found none\n\n" << app.help();
+  return kExitUsage;
+}
+
+/// Returns what `program` returns, or 1 after an exception, printed as "error: CODE: message".
+template <typename Program>
+[[nodiscard]] int with_errors_printed(std::ostream& err, Program program) {
+  try {
+    return program();
+  } catch (const Error& error) {
+    err << "error: " << error_code_name(error.code()) << ": " << error.what() << '\n';
+  } catch (const std::exception& error) {
+    err << "error: " << error_code_name(ErrorCode::kInternal) << ": " << error.what() << '\n';
+  }
+  return kExitError;
+}
+
+}  // namespace kvtier::services
