@@ -35,6 +35,13 @@ struct Arguments {
   int layer = -1;
 };
 
+/// Adds an option that takes numbers of tokens, such as 32K.
+template <typename Number>
+CLI::Option* add_tokens(CLI::App& app, const std::string& flag, Number& to,
+                        const std::string& description, int least) {
+  return add_size(app, flag, to, description)->check(between(least, 1 << 24));
+}
+
 void add_runtime(CLI::App& app, Arguments& a) {
   RuntimeOptions& runtime = a.eval.runtime;
   app.add_option("--model", a.model, "Directory of config.json and *.safetensors")->required();
@@ -81,8 +88,8 @@ void add_retrieval(CLI::App& app, RetrievalOptions& retrieval) {
                  "Of priority over a scalar code: bits of a coordinate that are read of every "
                  "token; 0: all")
       ->capture_default_str();
-  app.add_option("--candidates", retrieval.candidates,
-                 "With --coarse-bits: tokens over k whose whole code is read")
+  add_tokens(app, "--candidates", retrieval.candidates,
+             "With --coarse-bits: tokens over k whose whole code is read", 0)
       ->capture_default_str();
   app.add_option("--planes-per-table", shared.planes_per_table, "P of the collision estimators")
       ->capture_default_str();
@@ -92,11 +99,9 @@ void add_retrieval(CLI::App& app, RetrievalOptions& retrieval) {
       ->capture_default_str();
   add_named(app, "--plane-kind", kPlaneKindNames, shared.plane_kind,
             "Kind of planes; by default the estimator's own");
-  app.add_option("--sink", retrieval.sink, "First tokens, always attended")
-      ->check(at_least(0))
+  add_tokens(app, "--sink", retrieval.sink, "First tokens, always attended", 0)
       ->capture_default_str();
-  app.add_option("--window", retrieval.window, "Last tokens, always attended")
-      ->check(at_least(0))
+  add_tokens(app, "--window", retrieval.window, "Last tokens, always attended", 0)
       ->capture_default_str();
   app.add_option("--seed", retrieval.seeds, "Seeds of the planes")
       ->delimiter(',')
@@ -176,8 +181,7 @@ CLI::App* add_generate(CLI::App& app, Arguments& a) {
   add_runtime(*generate, a);
   add_kv(*generate, a);
   generate->add_option("--prompt-ids", a.prompt, "Token ids: 1,2,3 or @FILE")->required();
-  generate->add_option("--max-tokens", a.max_tokens, "Most tokens to generate")
-      ->check(at_least(1))
+  add_tokens(*generate, "--max-tokens", a.max_tokens, "Most tokens to generate", 1)
       ->capture_default_str();
   generate->add_option("--sparsity", a.sparsity,
                        "Tokens visible over tokens selected; 0: dense (default: as many tokens as "
@@ -194,7 +198,7 @@ CLI::App* add_record(CLI::App& app, Arguments& a) {
   record->add_option("--case", a.record.task, "Case, such as n8192.d100")->required();
   record->add_option("--sequence", a.record.sequence, "Sequence of the case")
       ->capture_default_str();
-  record->add_option("--steps", a.record.steps, "Tokens after the context; 0: all")
+  add_tokens(*record, "--steps", a.record.steps, "Tokens after the context; 0: all", 0)
       ->capture_default_str();
   record->add_option("--layer", a.layer, "One layer, stored under plain names; default: all");
   record->add_option("--out", a.trace, "File to write (safetensors)")->required();
@@ -218,9 +222,8 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
           "Ranks that share the model; one of them is measured, without what they exchange")
       ->check(between(1, 64))
       ->capture_default_str();
-  bench->add_option("--context", options.contexts, "Tokens before those that are timed")
+  add_tokens(*bench, "--context", options.contexts, "Tokens before those that are timed", 1024)
       ->delimiter(',')
-      ->check(between(1024, 1 << 24))
       ->capture_default_str();
   bench->add_option("--steps", options.steps, "Tokens timed for each row")
       ->check(between(3, 400))
@@ -260,10 +263,9 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
           "On a GPU: how host memory is pinned (docs/decisions/0010-host-pages.md)")
       ->check(one_of({"auto", "managed", "registered"}))
       ->default_str("auto");
-  bench
-      ->add_option("--row-cache-rows", options.row_cache_rows,
-                   "On a GPU: rows per KV head that stay on it with KV on the host, rows for each "
-                   "number; default: those of the library")
+  add_size(*bench, "--row-cache-rows", options.row_cache_rows,
+           "On a GPU: rows per KV head that stay on it with KV on the host, rows for each number; "
+           "default: those of the library")
       ->delimiter(',')
       ->check(between(0, 1 << 20));
   bench
@@ -285,9 +287,8 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
                                            "Tokens visible over those selected")
                               ->check(between(1.0, 1e6))
                               ->capture_default_str();
-  bench->add_option("--k", options.top_ks, "Tokens selected per KV head, rows for each number")
+  add_tokens(*bench, "--k", options.top_ks, "Tokens selected per KV head, rows for each number", 1)
       ->delimiter(',')
-      ->check(between(1, 1 << 24))
       ->excludes(sparsity);
   add_single(*bench, retrieval);
   add_retrieval(*bench, retrieval);

@@ -37,7 +37,7 @@ template <typename Number>
         Number value{};
         const bool good = CLI::detail::lexical_cast(text, value) && lowest <= value;
         return good ? std::string()
-                    : "expected at least " + std::to_string(lowest) + ", found " + text;
+                    : "expected a number of at least " + std::to_string(lowest) + ", found " + text;
       },
       "");
 }

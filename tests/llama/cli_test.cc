@@ -96,10 +96,21 @@ TEST_F(CliTest, ContinuesAPrompt) {
   EXPECT_THAT(out(), ::testing::MatchesRegex("[0-9]+(,[0-9]+)*\n"));
 }
 
+TEST_F(CliTest, TakesTokensWithASuffixInAnyCase) {
+  ASSERT_EQ(run("generate " + model_ + "--prompt-ids 1,20 --max-tokens 2 --sink 1K --window 1kb " +
+                "--candidates 1ki --coarse-bits 1 --backend cpu"),
+            0)
+      << err();
+  EXPECT_EQ(run("bench --random-weights --shape needle-llama --backend cpu --batch 2 "
+                "--context 2K,4k --k 1k --row-cache-rows 1K"),
+            1);
+  EXPECT_THAT(err(), HasSubstr("INVALID_ARGUMENT: --batch"));
+}
+
 TEST_F(CliTest, TimesAModelWithRandomWeights) {
   const std::string json = (folder_.path() / "bench.json").string();
 
-  ASSERT_EQ(run("bench --shape needle-llama --random-weights --layers 2 --context 2048,4096 " +
+  ASSERT_EQ(run("bench --shape needle-llama --random-weights --layers 2 --context 2K,4k " +
                 std::string("--steps 3 --backend cpu --sparsity 20 --json ") + json),
             0)
       << err();
@@ -204,9 +215,12 @@ TEST_F(CliTest, ExplainsUsageErrors) {
       {eval + "--rule top_k,luck", "--rule: expected one of top_k, priority, found luck"},
       {eval + "--tau warm", "--tau: expected a number, found warm"},
       {eval + "--preset socket --tau 3", "expected --tau or --preset, found both"},
-      {generate + "--max-tokens 0", "--max-tokens: expected at least 1, found 0"},
-      {generate + "--threads -1", "--threads: expected at least 0, found -1"},
-      {generate + "--threads two", "--threads: expected at least 0, found two"}};
+      {generate + "--max-tokens 0", "--max-tokens: expected 1 to 16777216, found 0"},
+      {generate + "--max-tokens 32Q", "--max-tokens: expected a size such as 64K, found 32Q"},
+      {generate + "--window -1", "--window: expected a size such as 64K, found -1"},
+      {generate + "--sink 16G", "--sink: expected 0 to 16777216, found 17179869184"},
+      {generate + "--threads -1", "--threads: expected a number of at least 0, found -1"},
+      {generate + "--threads two", "--threads: expected a number of at least 0, found two"}};
   for (const auto& [arguments, message] : cases) {
     EXPECT_EQ(run(arguments), 2) << arguments;
     EXPECT_EQ(err(), "error: " + message + "\n");
