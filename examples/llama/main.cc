@@ -11,6 +11,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
 #include <cstdio>
 #include <iostream>
 #include <optional>
@@ -329,6 +330,13 @@ void clear_progress() {
   if (isatty(STDERR_FILENO) != 0) std::fprintf(stderr, "\r\033[K");
 }
 
+void warn_of_positions(const llama::ModelConfig& model, std::int64_t tokens) {
+  if (model.max_positions == 0 || tokens <= model.max_positions) return;
+  std::cerr << "warning: expected at most " << model.max_positions
+            << " tokens, the model's max_position_embeddings, found " << tokens
+            << ": later ones may be wrong\n";
+}
+
 void run_eval(Arguments& a, const std::string& command) {
   if (isatty(STDERR_FILENO) != 0) a.eval.progress = show_progress;
   check_writable(a.json, "--json");
@@ -336,6 +344,9 @@ void run_eval(Arguments& a, const std::string& command) {
   const TaskFile tasks(a.tasks);
   Decoder decoder = load_decoder(a.model, make_compute(a));
   a.eval.keep_logits = !a.logits.empty();
+  std::int64_t longest = 0;
+  for (const std::string& name : a.eval.cases) longest = std::max(longest, tasks.at(name).length);
+  warn_of_positions(decoder.config(), longest);
   const EvalResult result = evaluate(decoder, tasks, a.eval);
   clear_progress();
   print_report(std::cout, decoder.config(), result);
@@ -351,6 +362,8 @@ void run_generate(Arguments& a) {
   GenerateOptions options;
   options.prompt = parse_ids(a.prompt);
   options.max_tokens = a.max_tokens;
+  warn_of_positions(decoder.config(),
+                    static_cast<std::int64_t>(options.prompt.size()) + a.max_tokens);
   options.runtime = a.eval.runtime;
   options.method = make_methods(retrieval, left_out).front();
   if (!a.sparsity) options.method.sparsity = 0.0;
@@ -368,6 +381,7 @@ void run_record(Arguments& a) {
   const TaskFile tasks(a.tasks);
   Decoder decoder = load_decoder(a.model, make_compute(a));
   a.record.runtime = a.eval.runtime;
+  warn_of_positions(decoder.config(), tasks.at(a.record.task).length);
   record(decoder, tasks, a.record, a.trace);
   std::cout << "wrote " << a.trace << '\n';
 }

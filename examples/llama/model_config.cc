@@ -219,11 +219,11 @@ ModelConfig parse_model_config(std::string_view json) {
   config.tied_embeddings = fields.boolean("tie_word_embeddings");
   config.attention_bias = fields.boolean("attention_bias");
   read_eos(fields, config);
+  config.max_positions = fields.integer("max_position_embeddings", 0);
   reject_unsupported(fields, config.architecture);
-  fields.ignore({"max_position_embeddings", "torch_dtype", "dtype", "bos_token_id", "pad_token_id",
-                 "transformers_version", "use_cache", "initializer_range", "attention_dropout",
-                 "max_window_layers", "pretraining_tp", "output_attentions", "output_hidden_states",
-                 "return_dict"});
+  fields.ignore({"torch_dtype", "dtype", "bos_token_id", "pad_token_id", "transformers_version",
+                 "use_cache", "initializer_range", "attention_dropout", "max_window_layers",
+                 "pretraining_tp", "output_attentions", "output_hidden_states", "return_dict"});
   fields.reject_unknown();
   return config;
 }

@@ -36,6 +36,7 @@ struct ModelConfig {
   bool tied_embeddings = false;
   bool attention_bias = false;  ///< Biases on the q, k, v and o projections.
   std::vector<std::int32_t> eos_tokens;
+  std::int64_t max_positions = 0;  ///< Tokens for which it is made; 0: not given.
 
   /// RMS norm of each head's q and k before the rotary embedding.
   [[nodiscard]] bool qk_norm() const noexcept { return architecture == Architecture::kQwen3; }

@@ -10,6 +10,8 @@
 #include <nlohmann/json.hpp>
 
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <string>
 #include <sys/wait.h>
 #include <utility>
@@ -94,6 +96,32 @@ TEST_F(CliTest, ContinuesAPrompt) {
       << err();
 
   EXPECT_THAT(out(), ::testing::MatchesRegex("[0-9]+(,[0-9]+)*\n"));
+}
+
+TEST_F(CliTest, WarnsOnceOfMorePositionsThanTheModelHas) {
+  const std::filesystem::path from = std::string(KVTIER_DATA_DIR) + "/needle-llama/model";
+  const std::filesystem::path to = folder_.path() / "model";
+  std::filesystem::create_directory(to);
+  for (const auto& file : std::filesystem::directory_iterator(from)) {
+    if (file.path().filename() == "config.json") continue;
+    std::filesystem::create_symlink(std::filesystem::absolute(file), to / file.path().filename());
+  }
+  auto config = nlohmann::json::parse(std::ifstream(from / "config.json"));
+  config["max_position_embeddings"] = 4;
+  std::ofstream(to / "config.json") << config;
+  const std::string generate = "generate --model " + to.string() + " --backend cpu --prompt-ids 1,";
+
+  ASSERT_EQ(run(generate + "20 --max-tokens 2"), 0) << err();
+  EXPECT_EQ(err(), "");
+  ASSERT_EQ(run(generate + "20 --max-tokens 3"), 0) << err();
+  EXPECT_EQ(err(),
+            "warning: expected at most 4 tokens, the model's max_position_embeddings, found 5: "
+            "later ones may be wrong\n");
+  ASSERT_EQ(run("record --model " + to.string() + " --backend cpu " + tasks_ +
+                "--case n4096.d100 --steps 1 --out " + (folder_.path() / "trace").string()),
+            0)
+      << err();
+  EXPECT_THAT(err(), HasSubstr("max_position_embeddings, found 4"));
 }
 
 TEST_F(CliTest, TakesTokensWithASuffixInAnyCase) {

@@ -60,6 +60,7 @@ TEST(ModelConfig, ReadsALlamaConfiguration) {
   EXPECT_FALSE(config.tied_embeddings);
   EXPECT_FALSE(config.qk_norm());
   EXPECT_THAT(config.eos_tokens, ElementsAre(4));
+  EXPECT_EQ(config.max_positions, 1048576);
 }
 
 TEST(ModelConfig, TakesTheHeadDimensionFromTheWidthOfLlama) {
