@@ -65,9 +65,15 @@ void add_replay(CLI::App& program, ReplayCommand& command) {
   app.add_option("--bits", grid.bits, kBitsText)->delimiter(',')->allow_extra_args(false);
   add_priority(app, grid);
   CLI::Option* preset = app.add_option_function<std::string>(
-                               "--preset", [&grid](const std::string&) { grid.set_socket(); },
-                               "socket: the method of the SOCKET paper")
-                            ->check(one_of({"socket"}));
+                               "--preset",
+                               [&grid, &app](const std::string& name) {
+                                 if (name == "socket") return grid.set_socket();
+                                 grid.estimators = {RetrievalConfig{}.estimator};
+                                 if (app.count("--sparsity") == 0) grid.top_ks = {0};
+                               },
+                               "socket: the method of the SOCKET paper; default: that of this "
+                               "library, with its error target where no size is given")
+                            ->check(one_of({"default", "socket"}));
   for (const char* own : {"--estimator", "--value-weighting", "--selection", "--plane-kind",
                           "--planes-per-table", "--tables", "--rule", "--code"}) {
     preset->excludes(app.get_option(own));

@@ -345,6 +345,33 @@ TEST_F(CliTest, HasThePresetOfThePaper) {
   EXPECT_EQ(row["tables"], 60);
 }
 
+TEST_F(CliTest, HasThePresetOfTheLibrary) {
+  const auto rows = [this](std::vector<std::string> options) {
+    options.insert(options.end(), {"--json", file("report.json").string()});
+    const CliResult result = replay_small(std::move(options));
+    EXPECT_EQ(result.code, 0) << result.err;
+    nlohmann::json list = nlohmann::json::parse(read_text(file("report.json")))["rows"];
+    for (nlohmann::json& row : list) {
+      row.erase("layers");
+      for (const char* time : {"score_seconds", "fetch_seconds", "attend_seconds"}) {
+        row["mean"].erase(time);
+      }
+    }
+    return list;
+  };
+  const nlohmann::json preset = rows({"--preset", "default"});
+  ASSERT_EQ(preset.size(), 2U);
+  EXPECT_EQ(preset[1]["estimator"], "norm_aware");
+  EXPECT_EQ(preset[1]["rule"], "priority");
+  EXPECT_EQ(preset[1]["code"], "scalar");
+  EXPECT_EQ(preset[1]["error_target"], 0.03);
+  EXPECT_EQ(preset, rows({"--estimator", "norm_aware", "--k", "0"}));
+  EXPECT_EQ(rows({"--preset", "default", "--sparsity", "10"}),
+            rows({"--estimator", "norm_aware", "--sparsity", "10"}));
+  EXPECT_EQ(rows({"--preset", "default", "--k", "8"}),
+            rows({"--estimator", "norm_aware", "--k", "8"}));
+}
+
 TEST_F(CliTest, ShowsProgressOnATerminalOnly) {
   EXPECT_EQ(replay_small({"--k", "16"}).err, "");
   EXPECT_THAT(replay_small({"--k", "16"}, true).err, HasSubstr("[####"));
