@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import struct
+import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import kvtier
 import numpy as np
@@ -27,6 +30,11 @@ ANSWER = 5  # place of y1
 ESTIMATORS = [name.lower() for name in kvtier.Estimator.__members__]
 
 
+def refuse(problem: str) -> NoReturn:
+    print(f"error: {problem}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 class Task:
     """One sequence of a case: the context, then questions with their answers."""
 
@@ -34,12 +42,10 @@ class Task:
         file = SafeTensors(path)
         if f"{case}.tokens" not in file.names():
             cases = [name.removesuffix(".tokens") for name in file.names() if ".tokens" in name]
-            raise SystemExit(f"--case: expected one of {', '.join(cases)}, found {case}")
+            refuse(f"--case: expected one of {', '.join(cases)}, found {case}")
         sequences = file[f"{case}.tokens"]
         if not 0 <= sequence < len(sequences):
-            raise SystemExit(
-                f"--sequence: expected 0 to {len(sequences) - 1}, found {sequence}"
-            )
+            refuse(f"--sequence: expected 0 to {len(sequences) - 1}, found {sequence}")
         self.case = case
         self.sequence = sequence
         self.tokens: NDArray[np.int32] = sequences[sequence]
@@ -144,10 +150,23 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def load(arguments: argparse.Namespace) -> tuple[Task, Decoder]:
+    if arguments.logits is not None and not arguments.logits.parent.is_dir():
+        refuse(f"--logits: expected a file in a folder that exists, found {arguments.logits}")
+    try:
+        task = Task(arguments.tasks, arguments.case, arguments.sequence)
+        return task, Decoder(arguments.model)
+    except OSError as error:
+        refuse(f"expected a readable file, found {error.filename}: {error.strerror}")
+    except KeyError as error:
+        refuse(f"{arguments.model}, {arguments.tasks}: expected {error}, found none")
+    except (ValueError, struct.error) as error:
+        refuse(f"{arguments.model}, {arguments.tasks}: {error}")
+
+
 def main() -> None:
     arguments = parse()
-    task = Task(arguments.tasks, arguments.case, arguments.sequence)
-    decoder = Decoder(arguments.model)
+    task, decoder = load(arguments)
     estimator = kvtier.Estimator[arguments.estimator.upper()]
     retrieval = kvtier.RetrievalConfig.of(estimator)
     rows = [attend_options(retrieval, value, task.context) for value in arguments.sparsity]

@@ -54,14 +54,31 @@ class ExampleTest(ServerTest):
         self.assertEqual(lines[1], "124 tokens sampled by priority")
         self.assertEqual(lines[-1], "3 of 3 right")
 
-    def test_an_unknown_case_is_refused_by_name(self) -> None:
-        run = subprocess.run(
-            [sys.executable, str(EXAMPLE), "--kv", self.server.address, "--case", "n1.d1"],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.assertEqual(run.returncode, 1)
-        self.assertIn("found n1.d1", run.stderr)
+    def test_what_it_cannot_read_is_named_in_a_line(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            empty = Path(folder, "empty")
+            empty.touch()
+            Path(folder, "config.json").write_text("{}")
+            for arguments, problem in (
+                (["--model", "/no/model"], "found /no/model/config.json: No such file"),
+                (["--model", folder], "config.json: model_type: expected llama, found None"),
+                (["--tasks", "/no/tasks"], "found /no/tasks: No such file"),
+                (["--tasks", folder], f"found {folder}: Is a directory"),
+                (["--tasks", str(empty)], "empty"),
+                (["--tasks", str(EXAMPLE)], "expected a header of"),
+                (["--logits", "/no/folder/logits"], "--logits: expected a file in a folder"),
+                (["--case", "n1.d1"], "--case: expected one of n16384.d10, "),
+                (["--sequence", "99"], "--sequence: expected 0 to "),
+            ):
+                with self.subTest(arguments):
+                    run = subprocess.run(
+                        [sys.executable, str(EXAMPLE), "--kv", self.server.address, *arguments],
+                        stderr=subprocess.PIPE,
+                        text=True,
+                    )
+                    self.assertEqual(run.returncode, 2)
+                    self.assertRegex(run.stderr, r"\Aerror: [^\n]*\n\Z")
+                    self.assertIn(problem, run.stderr)
 
     def test_a_server_that_is_not_there_is_named(self) -> None:
         address = f"{self.server.address}.none"
