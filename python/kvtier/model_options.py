@@ -29,7 +29,7 @@ def check_folder(parser: argparse.ArgumentParser, name: str, path: Path) -> None
 
 def load_model(options: argparse.Namespace) -> tuple[Any, Any]:
     """Returns the model of these options and its tokenizer, and sets the device where none is.
-    `InvalidArgumentError` for a device that torch cannot use."""
+    `InvalidArgumentError` for a device that torch cannot use, and a folder that transformers cannot read."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -42,6 +42,12 @@ def load_model(options: argparse.Namespace) -> tuple[Any, Any]:
         raise invalid(
             f"--device: expected one that torch can use, found {options.device}: {reason}"
         ) from error
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise invalid(
+            f"--model: expected a model and a tokenizer that transformers reads, found {options.model}: {reason}"
+        ) from error
     return model.to(options.device).eval(), tokenizer

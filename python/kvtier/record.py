@@ -125,6 +125,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         parser().error(f"--text: expected a file, found {options.text}")
     check_folder(parser(), "--out", options.out)
     try:
+        text = options.text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        parser().error(f"--text: expected UTF-8, found {options.text}: {error}")
+    try:
         import torch  # noqa: F401
         import transformers  # noqa: F401
         from safetensors.torch import save_file
@@ -135,7 +139,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         return 1
     try:
         model, tokenizer = load_model(options)
-        ids = tokenizer(options.text.read_text(encoding="utf-8"), return_tensors="pt").input_ids
+        ids = tokenizer(text, return_tensors="pt").input_ids
         tokens = ids.shape[1] if options.tokens is None else options.tokens
         if not 0 < tokens <= ids.shape[1]:
             raise invalid(f"tokens: expected 1 to {ids.shape[1]}, those of the text, found {tokens}")

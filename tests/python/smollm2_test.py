@@ -243,6 +243,11 @@ class CommandsTest(unittest.TestCase):
     def test_chat_refuses(self) -> None:
         _, err = self.run_main(kvtier.chat, "--model", self.folder, code=2)
         self.assertIn("--model: expected a folder with config.json, found", err)
+        untold = self.folder / "untold"
+        untold.mkdir()
+        (untold / "config.json").write_text("{}")
+        _, err = self.run_main(kvtier.chat, "--model", untold, "--device", "cpu", code=1)
+        self.assertIn("--model: expected a model and a tokenizer that transformers reads, found", err)
         _, err = self.run_main(kvtier.chat, "--model", MODEL, "--dtype", "bf16", code=2)
         self.assertIn("invalid choice: 'bf16' (choose from", err)
         _, err = self.run_main(kvtier.record, "--dtype", "bf16", code=2)
@@ -310,9 +315,11 @@ class CommandsTest(unittest.TestCase):
                 _, err = self.run_main(kvtier.record, *common, *more, code=1)
                 self.assertIn(message, err)
                 self.assertFalse(trace.exists())
-        nowhere = self.folder / "none" / "file"
+        nowhere, binary = self.folder / "none" / "file", self.folder / "binary"
+        binary.write_bytes(b"\xff")
         for more, message in (
             (["--out", nowhere], f"--out: expected a file in a folder that is there, found {nowhere}"),
+            (["--text", binary], f"--text: expected UTF-8, found {binary}"),
             (["--layers", "a"], "--layers: expected such as 0,5,9, or all, found a"),
         ):
             with self.subTest(message):
