@@ -87,9 +87,10 @@ std::string man_page(const CommandText& program, const std::string& command,
   text += ".SH OPTIONS\n";
   for (const OptionText& option : page->options) add_option(option, text);
   text +=
-      ".SH EXIT STATUS\n0: success. 1: an error, printed as \"error: CODE: message\". 2: a command "
-      "line "
-      "that is not understood. 130: interrupted.\n.SH SEE ALSO\n";
+      ".SH EXIT STATUS\n0: success. 1: an error, printed as \"error: CODE: message\"; of plan "
+      "also, that the model does not fit. 2: a command line that is not understood. Of serve: 70: "
+      "the GPU is lost. 75: draining hung. 130: interrupted; of serve: by a second signal. "
+      "docs/faq.md says more.\n.SH SEE ALSO\n";
   std::string others;
   if (!command.empty()) others += ".BR " + roff(program.name) + " (1)\n";
   for (const CommandText& child : page->commands) {

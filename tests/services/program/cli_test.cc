@@ -64,6 +64,9 @@ TEST_F(CliTest, PrintsManualPages) {
   EXPECT_THAT(run_kvtier({"man", "plan"}).out,
               HasSubstr("\n\\fB\\-\\-gpu\\fR \\fISIZE\\fR [\\fIOPTION\\fR]...\n"));
 
+  EXPECT_THAT(command.out, HasSubstr(".SH EXIT STATUS\n0: success. 1: an error, "));
+  EXPECT_THAT(command.out, HasSubstr(" 75: draining hung. 130: interrupted"));
+
   const CliResult unknown = run_kvtier({"man", "replya"});
   EXPECT_EQ(unknown.code, 1);
   EXPECT_THAT(unknown.err, HasSubstr("expected a command, found replya"));
