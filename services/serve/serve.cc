@@ -56,9 +56,9 @@ std::string read_text(const std::string& option, const std::string& path) {
 void read_config(CLI::App& app, const std::string& path) {
   std::string text;
   try {
-    text = read_text("config", path);
+    text = read_text("--config", path);
   } catch (const Error& error) {
-    throw CLI::ValidationError("--config", error.what());
+    throw CLI::ValidationError(error.what());
   }
   std::istringstream in(text);
   for (const CLI::ConfigItem& item : CLI::ConfigTOML().from_config(in)) {
@@ -136,6 +136,16 @@ void check_together(const ServeCommand& command) {
       (command.row_cache_mib == 0 || command.memory.row_cache_rows == 0)) {
     throw Error(ErrorCode::kInvalidArgument,
                 "prefetch-rows: expected row-cache-mib and row-cache-rows above 0, found 0");
+  }
+  if (command.page_arena_mib % 4 != 0) {
+    throw Error(ErrorCode::kInvalidArgument, "page-arena-mib: expected a multiple of 4, found " +
+                                                 std::to_string(command.page_arena_mib));
+  }
+  if (command.page_memory_mib < command.page_arena_mib) {
+    throw Error(ErrorCode::kInvalidArgument, "page-memory-mib: expected at least page-arena-mib, " +
+                                                 std::to_string(command.page_arena_mib) +
+                                                 ", found " +
+                                                 std::to_string(command.page_memory_mib));
   }
 }
 
@@ -323,7 +333,9 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add_remote_tiers(*app, command);
   add("--calibration", command.memory.calibration_file,
       "File of kvtier calibrate that says how to allocate host memory for a GPU (default: none)")
-      ->check(CLI::ExistingFile);
+      ->check([](const std::string& text) {
+        return std::filesystem::is_regular_file(text) ? "" : "expected a file, found " + text;
+      });
   add_number("--device-memory-mib", command.device_memory_mib, 1, 1 << 24,
              "Sketches and workspaces, of each engine");
   add_flag("--prefetch-rows", command.memory.prefetch_rows,

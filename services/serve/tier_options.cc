@@ -66,7 +66,8 @@ std::vector<std::shared_ptr<PageTier>> remote_tiers(const ServeCommand& command)
   RemoteTiersConfig config = command.remote;
   config.ttl = std::chrono::seconds(command.remote_ttl_seconds);
   if (command.disk_cache.empty()) {
-    if (config.empty() || command.page_remote) return {};
+    if (command.page_remote) return {};
+    if (config.empty()) return make_remote_tiers(config);  // none, or options without a server
     throw Error(ErrorCode::kInvalidArgument,
                 "memcached, redis: expected a disk-cache or page-remote, of whose pages they keep "
                 "copies, found none");
