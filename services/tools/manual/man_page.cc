@@ -90,7 +90,7 @@ std::string man_page(const CommandText& program, const std::string& command,
       ".SH EXIT STATUS\n0: success. 1: an error, printed as \"error: CODE: message\"; of plan "
       "also, that the model does not fit. 2: a command line that is not understood. Of serve: 70: "
       "the GPU is lost. 75: draining hung. 130: interrupted; of serve: by a second signal. "
-      "docs/faq.md says more.\n.SH SEE ALSO\n";
+      "docs/faq.md of the sources says more.\n.SH SEE ALSO\n";
   std::string others;
   if (!command.empty()) others += ".BR " + roff(program.name) + " (1)\n";
   for (const CommandText& child : page->commands) {
