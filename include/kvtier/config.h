@@ -191,6 +191,7 @@ struct LayerConfig {
 };
 
 struct ModelConfig {
+  static constexpr int kMostLayers = 4096;
   int layers = 1;
   int query_heads = 1;
   int kv_heads = 1;                   ///< Divides query_heads; 1..16 query heads per KV head.
@@ -320,6 +321,7 @@ struct Config {
   ModelConfig model{};
   MemoryConfig memory{};
   RetrievalConfig retrieval{};
+  static constexpr std::size_t kMostExtraSketches = 15;
   /// Sketches that every session carries beside the one that `retrieval` needs.
   std::vector<SketchConfig> extra_sketches{};
   Backend backend = Backend::kAuto;

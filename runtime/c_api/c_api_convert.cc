@@ -7,10 +7,6 @@
 namespace kvtier::c_api {
 namespace {
 
-/// Entries of arrays that are read; `Config::validate` refuses more.
-constexpr int kMostLayers = 4096;
-constexpr std::size_t kMostExtraSketches = 15;
-
 PlaneKind to_planes(const kvtier_plane_kind& kind) {
   return checked<PlaneKind>(kind, KVTIER_PLANES_ORTHOGONAL, "plane kind");
 }
@@ -154,7 +150,7 @@ Config to_config(const kvtier_config& c) {
                   .kv_dtype = checked<DType>(c.kv_dtype, KVTIER_INT32, "kv_dtype"),
                   .layer_options = {}};
   // Of a number that is refused, there may be fewer options.
-  if (c.layer_options != nullptr && c.layers <= kMostLayers) {
+  if (c.layer_options != nullptr && c.layers <= ModelConfig::kMostLayers) {
     for (int32_t i = 0; i < c.layers; ++i) {
       config.model.layer_options.push_back(to_layer(c.layer_options[i]));
     }
@@ -184,8 +180,8 @@ Config to_config(const kvtier_config& c) {
       checked<RowCachePolicy>(c.row_cache_policy, KVTIER_ROW_CACHE_SCORE, "row_cache_policy");
   config.retrieval = to_retrieval(c.retrieval);
   if (c.num_extra_sketches > 0) (void)given(c.extra_sketches, "extra_sketches");
-  if (c.num_extra_sketches > kMostExtraSketches) {
-    invalid("extra_sketches: expected at most " + std::to_string(kMostExtraSketches) +
+  if (c.num_extra_sketches > Config::kMostExtraSketches) {  // the array may be shorter
+    invalid("extra_sketches: expected at most " + std::to_string(Config::kMostExtraSketches) +
             " entries, found " + std::to_string(c.num_extra_sketches));
   }
   for (std::size_t i = 0; i < c.num_extra_sketches; ++i) {

@@ -161,8 +161,8 @@ std::vector<std::string> RetrievalConfig::validate() const {
 
 std::vector<std::string> Config::validate() const {
   Problems problems;
-  problems.require(model.layers >= 1 && model.layers <= 4096, "model.layers", "1..4096",
-                   model.layers);
+  problems.require(model.layers >= 1 && model.layers <= ModelConfig::kMostLayers, "model.layers",
+                   "1.." + std::to_string(ModelConfig::kMostLayers), model.layers);
   problems.require(model.kv_heads >= 1 && model.kv_heads <= 1024, "model.kv_heads", "1..1024",
                    model.kv_heads);
   const bool heads_divide = model.kv_heads >= 1 && model.query_heads >= 1 &&
@@ -238,7 +238,8 @@ std::vector<std::string> Config::validate() const {
     problems.require(planes >= 1 && planes <= 1024, name + "num_planes", "1..1024", planes);
     problems.append(name, hashing::check_code(extra_sketches[i], d));
   }
-  problems.require(extra_sketches.size() <= 15, "extra_sketches", "at most 15 entries",
+  problems.require(extra_sketches.size() <= kMostExtraSketches, "extra_sketches",
+                   "at most " + std::to_string(kMostExtraSketches) + " entries",
                    extra_sketches.size());
   return problems.take();
 }
