@@ -144,7 +144,7 @@ struct RetrievalConfig {
   /// With `kPriority`: the standard error of the softmax denominator that is aimed at, relative to
   /// it, in (0, 1); 0: not given. Tokens of priority at least error_target^2 are taken, so as many
   /// as a head needs: at most about 1 / error_target^2, and never more than `top_k` or `sparsity`
-  /// says.
+  /// says. At most 0.1 where `sink_tokens` and `recent_tokens` are 0, for else some set is empty.
   double error_target = 0.0;
 
   /// Two phases, with `kPriority` over a scalar code and a number of tokens: the first

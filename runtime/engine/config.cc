@@ -11,6 +11,10 @@ namespace {
 
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
 
+/// Largest error target e where no token is always attended: none at all is taken with a
+/// probability of exp(-1 / e^2) at most, e^-100.
+constexpr double kMostErrorAlone = 0.1;
+
 /// Collects problems as "field: expected ..., found ...".
 class Problems {
  public:
@@ -119,6 +123,11 @@ std::vector<std::string> RetrievalConfig::validate() const {
                      "0 without the priority rule", error_target);
     problems.require(std::isfinite(error_target) && error_target > 0.0 && error_target < 1.0,
                      "error_target", "0 (none) or a number above 0 and below 1", error_target);
+    problems.require(error_target <= kMostErrorAlone || sink_tokens > 0 || recent_tokens > 0,
+                     "error_target",
+                     "at most 0.1 where no token is always attended (sink_tokens and recent_tokens "
+                     "are 0), for else some sets are empty",
+                     error_target);
   }
   problems.require(selection == Selection::kPerQueryHead || selection == Selection::kPerKvHead ||
                        selection == Selection::kPerSequence,

@@ -149,6 +149,28 @@ TEST_P(PriorityAttendTest, ManySelectedTokensOfALongSessionMerge) {
   }
 }
 
+// The largest error that is allowed without sinks and window, over even attention: a set has some
+// hundred tokens, and is never empty.
+TEST_P(PriorityAttendTest, AttendsToSomeTokensWhereNoneIsAlwaysAttended) {
+  for (RetrievalConfig retrieval : priority_methods()) {
+    if (retrieval.coarse_bits > 0) continue;
+    for (const Selection selection : kinds_of_sets(retrieval)) {
+      SCOPED_TRACE(name_of(retrieval));
+      retrieval.selection = selection;
+      retrieval.error_target = 0.1;
+      retrieval.sink_tokens = retrieval.recent_tokens = 0;
+      const Config config = config_of(retrieval, 2);
+      Engine engine(config);
+      Session session = engine.open();
+      append_random(session, config.model, 0, 300, 3);
+      const Results results = attend(session, config.model, queries(config.model, 2, 4), retrieval);
+      for (std::size_t i = 0; i < static_cast<std::size_t>(2 * config.model.query_heads); ++i) {
+        EXPECT_TRUE(std::isfinite(results.lse.get(i))) << i;
+      }
+    }
+  }
+}
+
 // Heads of 128 and KV on the device: kernels that select attend too, and only they know how many.
 TEST_P(PriorityAttendTest, CountsTheRowsThatAnErrorTargetTakesOfEachKvHead) {
   for (const int query_bits : {4, 8}) {

@@ -66,6 +66,14 @@ TEST(PriorityConfigTest, NamesWhatIsWrong) {
        }},
       {{"retrieval.error_target: expected 0 without the priority rule, found 0.1"},
        [](Config& c) { c.retrieval.error_target = 0.1; }},
+      {{"retrieval.error_target: expected at most 0.1 where no token is always attended "
+        "(sink_tokens and recent_tokens are 0), for else some sets are empty",
+        "found 0.11"},
+       [](Config& c) {
+         priority(c.retrieval);
+         c.retrieval.error_target = 0.11;
+         c.retrieval.sink_tokens = c.retrieval.recent_tokens = 0;
+       }},
       {{"extra_sketches[1].num_planes: expected 1 to 8 times head_dim (64) bits", "found 130"},
        [](Config& c) {
          SketchConfig sketch{.kind = PlaneKind::kOrthogonal,
@@ -138,6 +146,17 @@ TEST(PriorityConfigTest, TakesWhatIsAllowed) {
       [](Config& c) {
         priority(c.retrieval);
         c.retrieval.error_target = 0.05;
+      },
+      [](Config& c) {
+        priority(c.retrieval);
+        c.retrieval.error_target = 0.1;
+        c.retrieval.sink_tokens = c.retrieval.recent_tokens = 0;
+      },
+      [](Config& c) {
+        priority(c.retrieval);
+        c.retrieval.error_target = 0.99;
+        c.retrieval.sink_tokens = 0;
+        c.retrieval.recent_tokens = 1;
       },
       [](Config& c) {
         priority(c.retrieval);
@@ -217,6 +236,10 @@ TEST_P(PriorityErrorsTest, RejectsOptionsOfACall) {
   retrieval.error_target = 1.5;
   expect_options_rejected(ErrorCode::kInvalidArgument, {"options.retrieval", "error_target"},
                           retrieval);
+  retrieval.error_target = 0.5;
+  retrieval.sink_tokens = retrieval.recent_tokens = 0;
+  expect_options_rejected(ErrorCode::kInvalidArgument,
+                          {"options.retrieval", "error_target: expected at most 0.1"}, retrieval);
   retrieval.error_target = 0.1;
   retrieval.rule = SelectionRule::kTopK;
   expect_options_rejected(ErrorCode::kInvalidArgument,
