@@ -18,7 +18,12 @@ namespace {
 constexpr std::int64_t kPieceBytes = std::int64_t{1} << 20;
 constexpr std::int32_t kNone = -1;
 
-/// The gather of tokens [first, first + count) of each KV head.
+/// Tokens [first, first + count) of KV heads [head, head + heads).
+struct Part {
+  std::int64_t first = 0, count = 0, head = 0, heads = 0;
+};
+
+/// The gather of a part.
 class Piece {
  public:
   Piece(const transfer::KvGeometry& kv, std::int64_t max_count)
@@ -28,17 +33,17 @@ class Piece {
         rows_(static_cast<std::size_t>(kv.kv_heads * max_count * kv.row_bytes())) {}
 
   void gather(SubmissionScope& scope, EngineState& engine, const transfer::SequenceView& sequence,
-              transfer::StepFlags* flags, const TensorView& tokens, std::int64_t first,
-              std::int64_t count) {
-    first_ = first;
-    count_ = count;
-    for (std::int64_t head = 0; head < kv_.kv_heads; ++head) {
+              transfer::StepFlags* flags, const TensorView& tokens, const Part& part) {
+    part_ = part;
+    const std::int64_t count = part.count;
+    std::fill(counts_.begin(), counts_.end(), 0);
+    for (std::int64_t head = part.head; head < part.head + part.heads; ++head) {
       // Rows of no token are gathered like the others, and dropped.
       const std::int32_t* from = ids_of(tokens, head);
       std::transform(from, from + count, ids_.begin() + head * count,
                      [](std::int32_t id) { return std::max(id, 0); });
+      counts_[static_cast<std::size_t>(head)] = static_cast<std::int32_t>(count);
     }
-    std::fill(counts_.begin(), counts_.end(), static_cast<std::int32_t>(count));
 
     HostStaging& staging = engine.workspace.staging;
     const std::int64_t heads = kv_.kv_heads;
@@ -77,13 +82,13 @@ class Piece {
 
   /// Writes what was gathered.
   void write(const TensorView& tokens, const FetchOutputs& outputs) const {
-    const std::byte* row = rows_.data();
+    const std::byte* row = rows_.data() + part_.head * part_.count * kv_.row_bytes();
     const auto bytes = static_cast<std::size_t>(kv_.row_bytes() / 2);
-    for (std::int64_t head = 0; head < kv_.kv_heads; ++head) {
+    for (std::int64_t head = part_.head; head < part_.head + part_.heads; ++head) {
       const std::int32_t* ids = ids_of(tokens, head);
-      for (std::int64_t i = 0; i < count_; ++i, row += kv_.row_bytes()) {
-        std::byte* key = address(outputs.keys, head, first_ + i);
-        std::byte* value = address(outputs.values, head, first_ + i);
+      for (std::int64_t i = 0; i < part_.count; ++i, row += kv_.row_bytes()) {
+        std::byte* key = address(outputs.keys, head, part_.first + i);
+        std::byte* value = address(outputs.values, head, part_.first + i);
         if (ids[i] == kNone) {
           std::memset(key, 0, bytes);
           std::memset(value, 0, bytes);
@@ -97,7 +102,7 @@ class Piece {
 
  private:
   [[nodiscard]] const std::int32_t* ids_of(const TensorView& tokens, std::int64_t head) const {
-    return static_cast<const std::int32_t*>(tokens.data) + head * tokens.strides[0] + first_;
+    return static_cast<const std::int32_t*>(tokens.data) + head * tokens.strides[0] + part_.first;
   }
   static std::byte* address(const MutableTensorView& tensor, std::int64_t head, std::int64_t i) {
     const std::int64_t element = head * tensor.strides[0] + i * tensor.strides[1];
@@ -106,27 +111,27 @@ class Piece {
   }
 
   const transfer::KvGeometry& kv_;
-  std::int64_t first_ = 0, count_ = 0;
+  Part part_;
   std::vector<std::int32_t> ids_;     ///< `[kv_heads, count]`
   std::vector<std::int32_t> counts_;  ///< `[kv_heads]`
   std::vector<std::byte> rows_;       ///< `[kv_heads, count, row]`
 };
 
-/// Restores the pages of tokens [first, first + count) of each KV head, or of as many of them as
-/// can be had at once, and returns how many. Throws `kResourceExhausted` when that is none.
-std::int64_t ensure_some_resident(SubmissionScope& scope, EngineState& engine, LayerState& layer,
-                                  const TensorView& tokens, std::int64_t first,
-                                  std::int64_t count) {
+/// Restores the pages of a part, or of as many of its tokens as can be had at once, of as many KV
+/// heads where that is one. Returns what it is then. Throws `kResourceExhausted` when that is none.
+Part ensure_some_resident(SubmissionScope& scope, EngineState& engine, LayerState& layer,
+                          const TensorView& tokens, Part part) {
   std::vector<std::int32_t> ids;
-  for (;; count /= 2) {
+  for (;;) {
     ids.clear();
-    for (std::int64_t head = 0; head < engine.kv.kv_heads; ++head) {
+    for (std::int64_t head = part.head; head < part.head + part.heads; ++head) {
       const auto* from =
-          static_cast<const std::int32_t*>(tokens.data) + head * tokens.strides[0] + first;
-      for (std::int64_t i = 0; i < count; ++i) ids.push_back(std::max(from[i], 0));
+          static_cast<const std::int32_t*>(tokens.data) + head * tokens.strides[0] + part.first;
+      for (std::int64_t i = 0; i < part.count; ++i) ids.push_back(std::max(from[i], 0));
     }
-    if (ensure_tokens_resident(scope.stream(), engine, layer, ids)) return count;
-    if (count == 1) fail_too_many(engine, ids.size());
+    if (ensure_tokens_resident(scope.stream(), engine, layer, ids)) return part;
+    if (ids.size() == 1) fail_too_many(engine, 1);
+    part.count > 1 ? part.count /= 2 : part.heads /= 2;
   }
 }
 
@@ -139,21 +144,26 @@ void fetch(SubmissionScope& scope, SessionState& session, int layer, const Tenso
   const std::int64_t token_bytes = engine.kv.row_bytes() * engine.kv.kv_heads;
   const std::int64_t most = std::min(n, std::max<std::int64_t>(kPieceBytes / token_bytes, 1));
   Piece piece(engine.kv, most);
-  std::int64_t count = 0;
+  const std::int64_t heads = engine.kv.kv_heads;
   int tries = 0;
-  for (std::int64_t first = 0; first < n; first += count) {
-    count = std::min(most, n - first);
+  for (std::int64_t first = 0, head = 0; first < n;) {
+    Part part{
+        .first = first, .count = std::min(most, n - first), .head = head, .heads = heads - head};
+    if (head > 0) part.count = 1;  // those before are of one token
     if (engine.pools.pages->has_tiers()) {
-      count = ensure_some_resident(scope, engine, session.layer(layer), tokens, first, count);
+      part = ensure_some_resident(scope, engine, session.layer(layer), tokens, part);
     }
-    piece.gather(scope, engine, session.layer(layer).view, session.flags(), tokens, first, count);
+    piece.gather(scope, engine, session.layer(layer).view, session.flags(), tokens, part);
     if (!verify_after_read(scope.stream(), session, tries > 0)) {
       ++tries;
-      count = 0;
       continue;
     }
     tries = 0;
     piece.write(tokens, outputs);
+    head = part.head + part.heads;
+    if (head < heads) continue;
+    head = 0;
+    first += part.count;
   }
 }
 

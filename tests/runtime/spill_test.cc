@@ -261,6 +261,41 @@ TEST_P(SpillTest, RandomCallsGiveTheSameWithAnyHostBudget) {
   EXPECT_GT(spilled, 0U);
 }
 
+/// Two frames have the open pages of the layers, the third has each page that is fetched from.
+TEST_P(SpillTest, FetchesOneTokenOfEachKvHeadFromMorePagesThanThereAreFrames) {
+  for (const bool verify_rows : {false, true}) {
+    Config spilling = with_frames(3);
+    Config plain = twin();
+    for (Config* config : {&spilling, &plain}) {
+      config->model.kv_heads = config->model.query_heads = 8;
+      config->memory.host_bytes = 4 * config->memory.host_bytes + 4096;  // 4096: of checks
+      config->memory.verify_rows = verify_rows;
+    }
+    Engine engine(spilling);
+    Engine reference(plain);
+    Session a = engine.open();
+    Session b = reference.open();
+    for (int layer = 0; layer < 2; ++layer) {
+      append_random(a, engine.config().model, layer, 200, 7);
+      append_random(b, engine.config().model, layer, 200, 7);
+    }
+    const auto rows_of = [](Session& session) {
+      constexpr std::int64_t kHeads = 8, kTokens = 3;
+      std::vector<std::int32_t> ids;
+      for (std::int32_t i = 0; i < kHeads * kTokens; ++i) ids.push_back(i == 5 ? -1 : i * 37 % 200);
+      std::vector<std::uint16_t> rows(2 * kHeads * kTokens * 64);
+      const auto view = [&](std::size_t at) {
+        return MutableTensorView(rows.data() + at, DType::kBFloat16, {kHeads, kTokens, 64});
+      };
+      session.fetch(1, {ids.data(), DType::kInt32, {kHeads, kTokens}},
+                    {view(0), view(rows.size() / 2)});
+      return rows;
+    };
+    EXPECT_EQ(rows_of(a), rows_of(b)) << "verify_rows " << verify_rows;
+    EXPECT_EQ(engine.stats().snapshot.pages_used, 3U);
+  }
+}
+
 /// Tokens that are always attended may be evicted when a recall target weighs them.
 TEST_P(SpillTest, RecallTargetsWeighTokensWhosePagesAreEvicted) {
   Config spilling = with_frames(60);
