@@ -83,6 +83,7 @@ struct TierStats {
   LatencyHistogram put_time{};
   // What the tier says of itself (`PageTier::stats`), of all its users.
   std::uint64_t removed = 0;          ///< Pages that `remove` took out.
+  std::uint64_t remove_failures = 0;  ///< Pages that it did not, or not for good.
   std::uint64_t evicted = 0;          ///< Pages that the tier itself let go, to make room.
   std::uint64_t pages = 0;            ///< Held now; 0 where only a server knows.
   std::uint64_t used_bytes = 0;       ///< Their sizes, without headers and padding; 0: not known.

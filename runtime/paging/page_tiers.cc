@@ -195,6 +195,7 @@ void PageTiers::add_to(Stats& stats) const {
     const TierStats now = tiers_[i]->stats();
     use.kind = tiers_[i]->kind();
     use.removed = now.removed;
+    use.remove_failures = now.remove_failures;
     use.evicted = now.evicted;
     use.pages = now.pages;
     use.capacity_bytes = now.capacity_bytes;

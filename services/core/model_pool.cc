@@ -238,6 +238,7 @@ std::vector<TierStats> ModelPool::unused_tiers() const {
     const TierStats now = shared->stats();
     TierStats& tier = tiers.emplace_back();
     tier.kind = shared->kind();
+    tier.remove_failures = now.remove_failures;
     tier.servers = now.servers;
     tier.servers_open = now.servers_open;
     tier.servers_probing = now.servers_probing;

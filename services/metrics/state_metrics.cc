@@ -135,7 +135,7 @@ void add_tier(const TierStats& use, Families& families) {
                    use.corrupt, tier);
   const auto errors = [&](const char* op, Families::Series kinds) {
     families.counters("kvtier_tier_errors_total",
-                      "Pages that a tier did not take, did not have or did not give in time.",
+                      "Pages that a tier did not take, have or give in time, or not remove.",
                       "kind", kinds, with("op", op));
   };
   errors("get",
@@ -143,6 +143,7 @@ void add_tier(const TierStats& use, Families& families) {
   errors(
       "put",
       {{"refused", use.refused}, {"timeout", use.put_timeouts}, {"unavailable", use.put_failures}});
+  errors("remove", {{"unavailable", use.remove_failures}});
   add_times(use.get_time, with("op", "get"), families);
   add_times(use.put_time, with("op", "put"), families);
   if (use.servers == 0) {
@@ -204,9 +205,13 @@ void add_page_cache(const PageStats& cache, Families& families) {
   families.counters(
       "kvtier_stored_pages_total",
       "Pages of the page cache by what became of them beside memory: written to the "
-      "disk, not written although committed, brought back from disk or servers.",
+      "disk, not written although committed, brought back from disk or servers, deleted and still "
+      "on disk or servers.",
       "event",
-      {{"written", cache.written}, {"unwritten", cache.unwritten}, {"brought", cache.brought}});
+      {{"written", cache.written},
+       {"unwritten", cache.unwritten},
+       {"brought", cache.brought},
+       {"unremoved", cache.unremoved}});
 }
 
 template <const auto& kBounds>

@@ -100,8 +100,9 @@ struct PageStats : ServerStats::PageCache {
   std::uint64_t quarantined = 0;  ///< Pages found changed, and places without generations left.
   EvictionAges evicted_for_room, evicted_for_quota;  ///< Their pages together: `pages_evicted`.
   // Of tiers, where there are: pages written to the disk; those that were not, since the disk
-  // refused or they had been evicted before; those that lookups brought back from disk or servers.
-  std::uint64_t written = 0, unwritten = 0, brought = 0;
+  // refused or they had been evicted before; those that lookups brought back from disk or servers;
+  // those that were deleted, and that a disk or server may still have.
+  std::uint64_t written = 0, unwritten = 0, brought = 0, unremoved = 0;
 
   PageStats& operator+=(const PageStats& other) noexcept;
 };

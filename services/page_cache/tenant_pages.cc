@@ -1060,3 +1060,6 @@ PageStats& PageStats::operator+=(const PageStats& other) noexcept {
 }
 
 }  // namespace kvtier::services
+  if (backing_.disk != nullptr) stats.unremoved += backing_.disk->stats().remove_failures;
+  for (const auto& tier : backing_.remote) stats.unremoved += tier->stats().remove_failures;
+  unremoved += other.unremoved;

@@ -49,6 +49,7 @@ class GatedTier final : public PageTier {
     pass(Verb::kRemove, lock);
     removals_.push_back(deadline);
     if (is_deaf_) {
+      not_removed_ += keys.size();
       changed_.wait_until(lock, deadline, [&] { return !is_deaf_; });
       return;
     }
@@ -56,7 +57,10 @@ class GatedTier final : public PageTier {
     for (const PageKey& key : keys) pages_.erase(key);
   }
   [[nodiscard]] std::size_t max_page_bytes() const noexcept override { return 1U << 24U; }
-  [[nodiscard]] TierStats stats() const override { return {}; }
+  [[nodiscard]] TierStats stats() const override {
+    const std::lock_guard lock(mutex_);
+    return {.remove_failures = not_removed_};
+  }
   [[nodiscard]] std::string describe() const override { return "gated tier"; }
 
   /// The next call of this kind waits.
@@ -117,12 +121,12 @@ class GatedTier final : public PageTier {
     changed_.wait_for(lock, kPatience, [&] { return !gate(verb).is_held; });
   }
 
-  std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   std::array<Gate, 3> gates_;
   std::map<PageKey, std::vector<std::byte>> pages_;
   std::vector<Deadline> removals_;
-  std::size_t most_got_ = 0, most_removed_ = 0;
+  std::size_t most_got_ = 0, most_removed_ = 0, not_removed_ = 0;
   bool is_deaf_ = false;
 };
 

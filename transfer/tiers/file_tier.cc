@@ -267,42 +267,53 @@ bool FileTier::State::bury(IoChannel& channel, const PageKey& key, const PagePla
   return true;
 }
 
-FileTier::FileTier(const FileTierOptions& options) : state_(std::make_unique<State>(options)) {}
-
-FileTier::~FileTier() = default;
-
-void FileTier::remove(std::span<const PageKey> keys, Deadline deadline) {
-  const auto channel = state_->channels->take(deadline);
-  if (!channel) return;
-  const ChannelPool::Lease lease(*state_->channels, *channel);
+std::size_t FileTier::State::bury_all(std::span<const std::pair<PageKey, PagePlace>> pages,
+                                      Deadline deadline) {
+  std::size_t num_dead = 0, num_running = 0;
+  const auto channel = channels->take(deadline);
+  if (!channel) return num_dead;
+  const ChannelPool::Lease lease(*channels, *channel);
   IoChannel& io = *lease;
-  std::size_t num_running = 0;
   const auto wait = [&] {
     const auto done = io.wait(deadline);
     if (!done) return false;
     if (done->tag == IoChannel::kForgotten) return true;
     io.give_slot(done->slot);
     --num_running;
+    if (done->error == 0) ++num_dead;
     return true;
   };
-  for (const PageKey& key : keys) {
-    PagePlace place;
-    {
-      const std::lock_guard lock(state_->mutex);
-      const PagePlace* found = state_->index.find(key);
-      if (found == nullptr) continue;
-      place = *found;
-      state_->index.erase(key, place);
-      ++state_->stats.removed;
-    }
-    if (state_->options.retain) continue;  // the next start deletes everything
-    while (!State::bury(io, key, place, 0)) {
-      if (!wait()) return;
+  for (const auto& [key, place] : pages) {
+    while (!bury(io, key, place, 0)) {
+      if (!wait()) return num_dead;
     }
     ++num_running;
   }
   while (num_running > 0 && wait()) {
   }
+  return num_dead;
+}
+
+FileTier::FileTier(const FileTierOptions& options) : state_(std::make_unique<State>(options)) {}
+
+FileTier::~FileTier() = default;
+
+void FileTier::remove(std::span<const PageKey> keys, Deadline deadline) {
+  std::vector<std::pair<PageKey, PagePlace>> gone;
+  {
+    const std::lock_guard lock(state_->mutex);
+    for (const PageKey& key : keys) {
+      const PagePlace* found = state_->index.find(key);
+      if (found == nullptr) continue;
+      gone.emplace_back(key, *found);
+      state_->index.erase(key, gone.back().second);
+    }
+    state_->stats.removed += gone.size();
+  }
+  if (gone.empty() || state_->options.retain) return;  // the next start deletes everything
+  const std::size_t num_dead = state_->bury_all(gone, deadline);
+  const std::lock_guard lock(state_->mutex);
+  state_->stats.remove_failures += gone.size() - num_dead;
 }
 
 bool FileTier::contains(const PageKey& key, std::size_t bytes) const {

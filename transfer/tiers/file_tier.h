@@ -51,6 +51,7 @@ class FileTier final : public PageTier {
 
   void put(std::span<TierPut> pages, Deadline deadline) override;
   void get(std::span<TierGet> pages, Deadline deadline) override;
+  /// Nothing finds the pages any more, whatever the disk does. A start does after a failure.
   void remove(std::span<const PageKey> keys, Deadline deadline) override;
   /// Returns whether a get of so many bytes would look for the page.
   [[nodiscard]] bool contains(const PageKey& key, std::size_t bytes) const;

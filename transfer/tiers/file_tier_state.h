@@ -8,7 +8,9 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
+#include <utility>
 
 namespace kvtier::tiers {
 
@@ -29,6 +31,9 @@ struct FileTier::State {
   /// free: a restart then finds the record again, and again what is wrong with it.
   static bool bury(IoChannel& channel, const PageKey& key, const PagePlace& place,
                    std::uint32_t tag = IoChannel::kForgotten);
+  /// Overwrites records as dead, and returns how many are by the deadline. A restart finds the
+  /// others again.
+  std::size_t bury_all(std::span<const std::pair<PageKey, PagePlace>> pages, Deadline deadline);
 
   FileTierOptions options;
   SegmentFolder folder;

@@ -114,12 +114,13 @@ void RemoteTier::remove(std::span<const PageKey> keys, Deadline deadline) {
   for (const PageKey& key : keys) ops.push_back({.name = sealer_.name(key, 0)});
   cluster_->run(RemoteVerb::kRemove, ops, deadline);
   for (const RemoteOp& op : ops) {
-    if (op.status == TierStatus::kOk) ++num_removed_;
+    if (op.status == TierStatus::kMiss) continue;
+    ++(op.status == TierStatus::kOk ? num_removed_ : num_not_removed_);
   }
 }
 
 TierStats RemoteTier::stats() const {
-  TierStats stats{.removed = num_removed_};
+  TierStats stats{.removed = num_removed_, .remove_failures = num_not_removed_};
   for (const RemoteServerState& server : cluster_->servers()) {
     ++stats.servers;
     if (server.circuit == CircuitState::kOpen) ++stats.servers_open;

@@ -56,7 +56,7 @@ class RemoteTier final : public PageTier {
   const std::shared_ptr<RemoteCluster> cluster_;
   const PageSealer sealer_;
   const std::size_t part_bytes_;  ///< Of a page, in a value.
-  std::atomic<std::uint64_t> num_removed_ = 0;
+  std::atomic<std::uint64_t> num_removed_ = 0, num_not_removed_ = 0;
 };
 
 }  // namespace kvtier::tiers

@@ -568,6 +568,7 @@ TEST_F(GatedPagesTest, DeletionsThatAreLeftAtTheEndShareOneDeadline) {
                        [&](PageTier::Deadline one) { return one >= begin + kReadTime; });
   EXPECT_GE(all.size(), 6U);
   EXPECT_LE(late.size(), 2U) << "that of one that began before the end, and that of the others";
+  EXPECT_GT(store_->stats().unremoved, 0U);
 }
 
 TEST_F(GatedPagesTest, ALookupOfAPrefixReadsNothingBehindAPageThatIsDeleted) {

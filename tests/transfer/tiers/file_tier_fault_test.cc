@@ -97,6 +97,20 @@ TEST(FileTierFaults, APageThatFailedToBeWrittenIsDeadAtOnce) {
   EXPECT_THAT(get_pages(tier, {1, 2}, 9000), Each(TierStatus::kOk));
 }
 
+TEST(FileTierFaults, ARemovalThatTheDiskRefusesIsCounted) {
+  const TestFolder folder;
+  FaultOps ops;
+  FileTier tier(small_tier(folder, &ops));
+  EXPECT_THAT(put_pages(tier, {1, 2}, 5000), Each(TierStatus::kOk));
+  remove_pages(tier, {1});
+  EXPECT_EQ(tier.stats().remove_failures, 0U);
+  ops.on_write([](int, auto, auto) { return FaultOps::error(EIO); });
+  remove_pages(tier, {2});
+  EXPECT_EQ(get_page(tier, 2, 5000), TierStatus::kMiss);
+  EXPECT_EQ(tier.stats().removed, 2U);
+  EXPECT_EQ(tier.stats().remove_failures, 1U);
+}
+
 // As before, but nothing more can be written: the start after it does what could not be done.
 TEST(FileTierFaults, ATornRecordIsFoundByTheNextStart) {
   const TestFolder folder;

@@ -1,9 +1,12 @@
+#include "tests/support/eventually.h"
 #include "tests/support/open_segments.h"
 #include "tests/transfer/tiers/file_tier_support.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
+#include <future>
 #include <random>
 #include <vector>
 
@@ -101,6 +104,34 @@ TEST(RetainingFileTier, MovesPagesTogetherWhereOthersWereRemoved) {
     EXPECT_EQ(tier.stats().evicted, 0U);
     EXPECT_EQ(tier.stats().pages, live.size());
   }
+}
+
+TEST(RetainingFileTier, RemovedPagesMakeRoomWhileTheDiskHangs) {
+  const TestFolder folder;
+  Gate gate;
+  FaultOps ops;
+  FileTierOptions options = small_tier(folder, &ops);
+  options.num_channels = 1;
+  options.retain = true;
+  FileTier tier(options);
+  ASSERT_EQ(put_page(tier, 1, 12'000), TierStatus::kOk);
+  ASSERT_EQ(put_page(tier, 2, 12'000), TierStatus::kOk);
+  std::promise<bool> reading;
+  ops.on_read([&](int, auto, auto) -> FaultOps::Result {
+    reading.set_value(true);
+    gate.pass();
+    return std::nullopt;
+  });
+  auto read = std::async(std::launch::async, [&] { return get_page(tier, 1, 12'000); });
+  EXPECT_TRUE(kvtier::testing::await(reading));
+
+  const std::vector<PageKey> keys{key_of(2)};
+  tier.remove(keys, std::chrono::steady_clock::now());
+
+  EXPECT_EQ(tier.stats().pages, 1U);
+  EXPECT_EQ(tier.stats().remove_failures, 0U);
+  gate.open();
+  EXPECT_EQ(read.get(), TierStatus::kOk);
 }
 
 TEST(RetainingFileTier, LosesNothingWhenPagesCannotBeMoved) {

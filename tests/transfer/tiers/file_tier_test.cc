@@ -352,6 +352,38 @@ TEST(FileTier, ASlowReadDoesNotOutlastTheDeadline) {
   remove_pages(tier, {1, 2});
 }
 
+// The disk has what could not be written over, and the next start finds it.
+TEST(FileTier, RemovedPagesAreGoneWhileTheDiskHangs) {
+  const TestFolder folder;
+  {
+    Gate gate;
+    FaultOps ops;
+    FileTierOptions options = small_tier(folder, &ops);
+    options.queue_depth = 1;
+    options.num_channels = 1;
+    FileTier tier(options);
+    EXPECT_THAT(put_pages(tier, {1, 2, 3}, 5000), Each(TierStatus::kOk));
+    ops.on_read([&](int, auto, auto) -> FaultOps::Result {
+      gate.pass();
+      return std::nullopt;
+    });
+    EXPECT_EQ(get_page(tier, 1, 5000, soon()), TierStatus::kUnavailable);
+    const std::vector<PageKey> keys{key_of(1), key_of(2), key_of(9)};
+
+    tier.remove(keys, soon());
+
+    EXPECT_THAT(get_pages(tier, {1, 2}, 5000, soon()), Each(TierStatus::kMiss));
+    const TierStats stats = tier.stats();
+    EXPECT_EQ(stats.pages, 1U);
+    EXPECT_EQ(stats.used_bytes, 5000U);
+    EXPECT_EQ(stats.removed, 2U);
+    EXPECT_EQ(stats.remove_failures, 2U);
+    gate.open();
+  }
+  const FileTier tier(small_tier(folder));
+  EXPECT_EQ(tier.stats().pages, 3U);
+}
+
 TEST(FileTier, ASlowWriteDoesNotOutlastTheDeadline) {
   for (const bool slow_sync : {false, true}) {
     const TestFolder folder;

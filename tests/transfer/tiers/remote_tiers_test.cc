@@ -176,6 +176,9 @@ TEST_P(RemoteTiers, IsUnavailableWhileTheServerIsDownAndRecovers) {
 
   for (int i = 0; i < 4; ++i) EXPECT_EQ(get(*tier_, page), TierStatus::kUnavailable);
   EXPECT_EQ(put(*tier_, page), TierStatus::kUnavailable);
+  tier_->remove({&page.key, 1}, in(testing::kPatience));
+  EXPECT_EQ(tier_->stats().removed, 0U);
+  EXPECT_EQ(tier_->stats().remove_failures, 1U);
   EXPECT_EQ(cluster_->servers()[0].circuit, CircuitState::kOpen);
   EXPECT_EQ(cluster_->servers()[0].failed, 2U) << "nothing is sent while the circuit is open";
   EXPECT_NE(cluster_->servers()[0].last_failure, "");
