@@ -111,7 +111,10 @@ ArenaFile PageStore::arena(const Tenant& tenant) const {
   return pages->arena();
 }
 
-void PageStore::finish() {
+void PageStore::finish(PageTier::Deadline end) {
+  for (const auto& pages : tenants_) {
+    if (pages != nullptr) pages->end_by(end);
+  }
   for (const auto& pages : tenants_) {
     if (pages != nullptr) pages->finish();
   }

@@ -191,9 +191,11 @@ class PageStore {
   /// Returns where a tenant's arena is. Throws FAILED_PRECONDITION when it has none yet.
   [[nodiscard]] ArenaFile arena(const Tenant& tenant) const;
 
-  /// Returns when the tiers have what they are to have, and `when_settled` calls nothing any more.
-  /// No other call may be made but `stats`.
-  void finish();
+  /// Returns when the tiers have what they are to have, or `end` has come, and `when_settled` calls
+  /// nothing any more. A call to a tier that has begun may last longer. Disks have the pages before
+  /// servers do; those that there is no time for are counted as unwritten. No other call may be
+  /// made but `stats`.
+  void finish(PageTier::Deadline end);
   /// Ends leases and reservations that have run out, says that the server lives, takes memory ahead
   /// of its use and checks some pages. Called every second or so.
   void sweep();

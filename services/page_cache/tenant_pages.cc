@@ -797,17 +797,7 @@ void TenantPages::remove_from_tiers(const PageDigest& digest) {
 void TenantPages::keep_writing(const std::stop_token& ending) {
   Lock lock(mutex_);
   while (task_added_.wait(lock, ending, [this] { return !tasks_.empty(); })) {
-    switch (tasks_.front().kind) {
-      case TierTask::Kind::kWrite:
-        write_pages(lock);
-        break;
-      case TierTask::Kind::kRemove:
-        remove_pages(lock, ending);
-        break;
-      case TierTask::Kind::kClear:
-        clear_disk(lock);
-        break;
-    }
+    do_tasks(lock, ending);
     num_tasks_done_ = tasks_.empty() ? num_tasks_ : tasks_.front().number - 1;
     task_done_.notify_all();
     lock.unlock();
@@ -816,41 +806,64 @@ void TenantPages::keep_writing(const std::stop_token& ending) {
   }
 }
 
+void TenantPages::do_tasks(Lock& lock, const std::stop_token& ending) {
+  using Kind = TierTask::Kind;
+  if (Clock::now() >= end_.load()) {
+    counters_.unwritten +=
+        static_cast<std::uint64_t>(std::ranges::count(tasks_, Kind::kWrite, &TierTask::kind));
+    counters_.unremoved += removing_.size();
+    tasks_.clear();
+    return removing_.clear();
+  }
+  switch (tasks_.front().kind) {
+    case Kind::kWrite:
+    case Kind::kShare:
+      return write_pages(lock);
+    case Kind::kRemove:
+      return remove_pages(lock, ending);
+    case Kind::kClear:
+      return clear_disk(lock);
+  }
+}
+
 void TenantPages::write_pages(Lock& lock) {
+  const TierTask::Kind kind = tasks_.front().kind;
   std::vector<PageSlot*> pages;
   for (std::uint64_t bytes = 0; !tasks_.empty() && bytes < kBatchBytes;) {
     const TierTask& task = tasks_.front();
-    if (task.kind != TierTask::Kind::kWrite) break;
+    if (task.kind != kind) break;
     if (PageSlot* page = page_of(task)) {
       pages.push_back(page);
       add_pin(*page);
       bytes += page->length;
-    } else {
+    } else if (kind == TierTask::Kind::kWrite) {
       ++counters_.unwritten;
     }
     tasks_.pop_front();
   }
-  write(pages, lock);
+  write(pages, kind, lock);
 }
 
-void TenantPages::write(std::span<PageSlot* const> pages, Lock& lock) {
+void TenantPages::write(std::span<PageSlot* const> pages, TierTask::Kind kind, Lock& lock) {
+  const bool to_disk_first = kind == TierTask::Kind::kWrite && backing_.disk != nullptr &&
+                             end_.load() != PageTier::Deadline::max();
   std::vector<TierPut> to_disk, to_remote;
   std::vector<PageSlot*> on_disk;
   for (PageSlot* page : pages) {
     if (!verify(*page, lock)) continue;
     const TierPut put{.key = PageBacking::key_of(*page->digest),
                       .bytes = arena_.page(page->slot, page->length)};
-    if (backing_.disk != nullptr && !page->durable) {
+    if (backing_.disk != nullptr && kind == TierTask::Kind::kWrite && !page->durable) {
       to_disk.push_back(put);
       on_disk.push_back(page);
     }
-    if (!backing_.remote.empty() && !page->shared) to_remote.push_back(put);
+    if (!backing_.remote.empty() && !to_disk_first && !page->shared) to_remote.push_back(put);
   }
   lock.unlock();
   try {
-    if (!to_disk.empty()) backing_.disk->put(to_disk, Clock::now() + backing_.write_time);
+    if (!to_disk.empty()) backing_.disk->put(to_disk, in(backing_.write_time));
     for (const auto& tier : backing_.remote) {
-      if (!to_remote.empty()) tier->put(to_remote, Clock::now() + backing_.write_time);
+      if (!to_remote.empty()) tier->put(to_remote, in(backing_.write_time));
     }
   } catch (const std::exception&) {
     // Want of memory or randomness: what was not written has no kOk.
@@ -861,7 +874,11 @@ void TenantPages::write(std::span<PageSlot* const> pages, Lock& lock) {
     ++(on_disk[i]->durable ? counters_.written : counters_.unwritten);
   }
   for (PageSlot* page : pages) {
-    page->shared = true;
+    if (to_disk_first && !backing_.remote.empty() && !page->shared) {
+      add_task({.kind = TierTask::Kind::kShare, .page = {page->slot, page->generation}});
+    } else {
+      page->shared = true;
+    }
     drop_pins(*page, 1);
   }
 }
@@ -883,8 +900,7 @@ void TenantPages::remove_pages(Lock& lock, const std::stop_token& ending) {
   }
   lock.unlock();
   const auto remove_from = [&](PageTier& tier, std::size_t index) {
-    const PageTier::Deadline deadline =
-        std::min<PageTier::Deadline>(Clock::now() + backing_.read_time, last_removals_[index]);
+    const PageTier::Deadline deadline = std::min(in(backing_.read_time), last_removals_[index]);
     tier.remove(keys, deadline);
     if (ending.stop_requested() && Clock::now() >= deadline) last_removals_[index] = deadline;
   };
@@ -1045,6 +1061,8 @@ PageStats TenantPages::stats() const {
   stats.committed_pages = pages(PageState::kCommitted);
   stats.quarantined_pages = pages(PageState::kQuarantined);
   stats.pinned_pages = pinned_;
+  if (backing_.disk != nullptr) stats.unremoved += backing_.disk->stats().remove_failures;
+  for (const auto& tier : backing_.remote) stats.unremoved += tier->stats().remove_failures;
   return stats;
 }
 
@@ -1056,10 +1074,8 @@ PageStats& PageStats::operator+=(const PageStats& other) noexcept {
   written += other.written;
   unwritten += other.unwritten;
   brought += other.brought;
+  unremoved += other.unremoved;
   return *this;
 }
 
 }  // namespace kvtier::services
-  if (backing_.disk != nullptr) stats.unremoved += backing_.disk->stats().remove_failures;
-  for (const auto& tier : backing_.remote) stats.unremoved += tier->stats().remove_failures;
-  unremoved += other.unremoved;

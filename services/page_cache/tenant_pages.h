@@ -3,6 +3,9 @@
 #include "services/page_cache/page_backing.h"
 #include "services/page_cache/page_store.h"
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -72,8 +75,11 @@ class TenantPages {
   /// done on the disk, or could not be, and after half a minute at most. Otherwise at once. `act`
   /// must not throw or block, and may run on another thread.
   void when_settled(std::function<void()> act);
-  /// Does what is to be done with the tiers, and ends the thread that does it. No page is committed
-  /// or deleted any more.
+  /// From now on no call to a tier lasts beyond `end`, but one that has begun. No page is committed
+  /// or deleted any more. The disk has the pages before the servers do.
+  void end_by(PageTier::Deadline end) noexcept { end_ = end; }
+  /// Does what is to be done with the tiers, as far as there is time, and ends the thread that does
+  /// it.
   void finish() { writer_ = {}; }
   /// Returns whether the disk has a committed page; `when_settled` comes before.
   [[nodiscard]] bool is_durable(std::string_view handle);
@@ -98,9 +104,10 @@ class TenantPages {
   using Lock = std::unique_lock<std::mutex>;
   /// What the writer does with the tiers.
   struct TierTask {
-    enum class Kind : std::uint8_t { kWrite, kRemove, kClear };
+    /// kShare: to the servers alone, of a page that the disk has been given.
+    enum class Kind : std::uint8_t { kWrite, kShare, kRemove, kClear };
     Kind kind = Kind::kWrite;
-    Reservation page{};        ///< Of kWrite; it may have gone since.
+    Reservation page{};        ///< Of kWrite and kShare; it may have gone since.
     PageDigest digest{};       ///< Of kRemove.
     std::uint64_t number = 0;  ///< Of `num_tasks_`.
   };
@@ -173,13 +180,19 @@ class TenantPages {
   void remove_from_tiers(const PageDigest& digest);
   /// Does the tasks as they come, until `ending` is requested and none is left.
   void keep_writing(const std::stop_token& ending);
+  /// Does the first tasks, or forgets all where there is no time.
+  void do_tasks(Lock& lock, const std::stop_token& ending);
   // Those of one kind at the front of the queue, as many as go at once.
   void write_pages(Lock& lock);
   /// Once `ending` is requested, a tier that was late is not waited for again.
   void remove_pages(Lock& lock, const std::stop_token& ending);
   /// Removes all from the disk, and writes anew what the arena has.
   void clear_disk(Lock& lock);
-  void write(std::span<PageSlot* const> pages, Lock& lock);
+  void write(std::span<PageSlot* const> pages, TierTask::Kind kind, Lock& lock);
+  /// Returns when a call to a tier ends that may take so long.
+  [[nodiscard]] PageTier::Deadline in(std::chrono::seconds time) const {
+    return std::min<PageTier::Deadline>(std::chrono::steady_clock::now() + time, end_);
+  }
   /// Calls those who have waited for long enough.
   void call_waiters(TimePoint now);
 
@@ -232,6 +245,7 @@ class TenantPages {
   std::vector<Waiter> waiters_;
   std::condition_variable_any task_added_;
   std::condition_variable task_done_;
+  std::atomic<PageTier::Deadline> end_{PageTier::Deadline::max()};  ///< Of all calls to tiers.
   std::vector<PageTier::Deadline> last_removals_;  ///< Of the writer alone, by tier: none is later.
   std::jthread writer_;                            ///< Where there are tiers.
 };

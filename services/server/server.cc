@@ -32,6 +32,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <optional>
 #include <stop_token>
 #include <thread>
 #include <unistd.h>
@@ -51,6 +52,11 @@ constexpr int kLookaheadBytes = 1 << 20;
 /// How long connections without a call may take to close. gRPC waits for an answer to its GOAWAY,
 /// which a client that is idle may not read.
 constexpr std::chrono::milliseconds kCloseGrace{100};
+
+/// Pages have the rest of a drain to reach disks and servers, and at least this long, which is less
+/// than `Serving` leaves to a server that hangs; without a drain, `kPageTime`.
+constexpr std::chrono::seconds kLeastPageTime{1};
+constexpr std::chrono::seconds kPageTime{30};
 
 int int_of(std::chrono::milliseconds time) { return static_cast<int>(time.count()); }
 
@@ -180,11 +186,13 @@ class Server::Impl {
   }
 
   ~Impl() {
+    const auto now = std::chrono::steady_clock::now();
+    const auto pages_end = std::max(drain_end_.value_or(now + kPageTime), now + kLeastPageTime);
     drain(std::chrono::milliseconds(0));
     http_.reset();
     sweeper_ = {};
     pool_->finish();
-    core_.pages().finish();
+    finish_pages(pages_end);
   }
   Impl(const Impl&) = delete;  // owns sockets and threads
   Impl& operator=(const Impl&) = delete;
@@ -206,6 +214,7 @@ class Server::Impl {
     listener_.stop();
     streams_.end_all(to_status(ServiceError::draining()));
     const auto deadline = std::chrono::steady_clock::now() + grace;
+    if (!drain_end_) drain_end_ = deadline;
     if (data_plane_) data_plane_->stop(grace);
     const bool idle = calls_.await_none(deadline);
     const gpr_timespec close_by =
@@ -348,6 +357,16 @@ class Server::Impl {
     return server;
   }
 
+  void finish_pages(TimePoint end) {
+    const std::uint64_t before = core_.pages().stats().unwritten;
+    core_.pages().finish(end);
+    const std::uint64_t count = core_.pages().stats().unwritten - before;
+    if (count == 0 || !options_.core.models.log) return;
+    options_.core.models.log(LogLevel::kWarning,
+                             "page cache: expected its pages to be written at the end, found " +
+                                 std::to_string(count) + " that were not");
+  }
+
   void sweep_every_second(const std::stop_token& ending) {
     while (!wait_for_stop(ending, std::chrono::seconds(1))) {
       sweep(std::chrono::steady_clock::now());
@@ -374,6 +393,7 @@ class Server::Impl {
   std::atomic<bool> started_{false};
   std::unique_ptr<HttpServer> http_;
   std::mutex drain_mutex_;
+  std::optional<TimePoint> drain_end_;  ///< Until then calls have time to finish.
   std::jthread sweeper_;
 };
 

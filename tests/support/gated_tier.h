@@ -22,9 +22,11 @@ class GatedTier final : public PageTier {
  public:
   enum class Verb : std::uint8_t { kPut, kGet, kRemove };
 
-  void put(std::span<TierPut> pages, Deadline /*deadline*/) override {
+  void put(std::span<TierPut> pages, Deadline deadline) override {
     std::unique_lock lock(mutex_);
     pass(Verb::kPut, lock);
+    puts_.push_back(deadline);
+    if (is_deaf_) return wait_for_ears(lock, deadline);
     for (TierPut& page : pages) {
       pages_[page.key].assign(page.bytes.begin(), page.bytes.end());
       page.status = TierStatus::kOk;
@@ -50,8 +52,7 @@ class GatedTier final : public PageTier {
     removals_.push_back(deadline);
     if (is_deaf_) {
       not_removed_ += keys.size();
-      changed_.wait_until(lock, deadline, [&] { return !is_deaf_; });
-      return;
+      return wait_for_ears(lock, deadline);
     }
     most_removed_ = std::max(most_removed_, keys.size());
     for (const PageKey& key : keys) pages_.erase(key);
@@ -68,6 +69,12 @@ class GatedTier final : public PageTier {
     const std::lock_guard lock(mutex_);
     gate(verb).holds_next = true;
   }
+  /// The call that waits goes on, and the next waits.
+  void hold_next_instead(Verb verb) {
+    const std::lock_guard lock(mutex_);
+    gate(verb) = {.holds_next = true};
+    changed_.notify_all();
+  }
   /// Returns whether a call comes to wait.
   [[nodiscard]] bool await_held(Verb verb) {
     std::unique_lock lock(mutex_);
@@ -77,7 +84,7 @@ class GatedTier final : public PageTier {
     const std::lock_guard lock(mutex_);
     return gate(verb).is_held;
   }
-  /// From now on a removal lasts until its deadline, and removes nothing.
+  /// From now on a put or a removal lasts until its deadline, and does nothing.
   void be_deaf(bool is_deaf) {
     const std::lock_guard lock(mutex_);
     is_deaf_ = is_deaf;
@@ -97,6 +104,11 @@ class GatedTier final : public PageTier {
   [[nodiscard]] std::size_t most_got() {
     const std::lock_guard lock(mutex_);
     return most_got_;
+  }
+  /// Deadlines of all puts.
+  [[nodiscard]] std::vector<Deadline> puts() {
+    const std::lock_guard lock(mutex_);
+    return puts_;
   }
   /// Deadlines of all removals.
   [[nodiscard]] std::vector<Deadline> removals() {
@@ -121,11 +133,15 @@ class GatedTier final : public PageTier {
     changed_.wait_for(lock, kPatience, [&] { return !gate(verb).is_held; });
   }
 
+  void wait_for_ears(std::unique_lock<std::mutex>& lock, Deadline deadline) {
+    changed_.wait_until(lock, deadline, [&] { return !is_deaf_; });
+  }
+
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   std::array<Gate, 3> gates_;
   std::map<PageKey, std::vector<std::byte>> pages_;
-  std::vector<Deadline> removals_;
+  std::vector<Deadline> puts_, removals_;
   std::size_t most_got_ = 0, most_removed_ = 0, not_removed_ = 0;
   bool is_deaf_ = false;
 };

@@ -29,6 +29,8 @@ using ::testing::Each;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
+std::string name_of(std::uint64_t number) { return "hash " + std::to_string(number); }
+
 /// A store whose pages are in a folder beside its arena, which a next store finds.
 class StoredPagesTest : public PageStoreTest {
  protected:
@@ -100,7 +102,6 @@ class StoredPagesTest : public PageStoreTest {
     std::ifstream(path, std::ios::binary).read(text.data(), std::ssize(text));
     return text;
   }
-  static std::string name_of(std::uint64_t number) { return "hash " + std::to_string(number); }
 
   fs::path folder_;
 };
@@ -560,7 +561,7 @@ TEST_F(GatedPagesTest, DeletionsThatAreLeftAtTheEndShareOneDeadline) {
   const auto begin = std::chrono::steady_clock::now();
   servers_->let_go(Verb::kRemove);
 
-  store_->finish();
+  store_->finish(begin + kPatience);
 
   const std::vector<PageTier::Deadline> all = servers_->removals();
   std::set<PageTier::Deadline> late;
@@ -569,6 +570,30 @@ TEST_F(GatedPagesTest, DeletionsThatAreLeftAtTheEndShareOneDeadline) {
   EXPECT_GE(all.size(), 6U);
   EXPECT_LE(late.size(), 2U) << "that of one that began before the end, and that of the others";
   EXPECT_GT(store_->stats().unremoved, 0U);
+}
+
+TEST_F(GatedPagesTest, WritesThatAreLeftAtTheEndShareOneDeadline) {
+  static constexpr std::chrono::seconds kWriteTime{1};
+  static constexpr std::int64_t kLarge = std::int64_t{8} << 20;  // two go at once
+  static constexpr std::uint64_t kMany = 8;
+  PageStoreOptions options = gated_options();
+  options.backing = [servers = servers_](const Tenant& /*tenant*/) {
+    return PageBacking{.remote = {servers}, .read_time = kPatience, .write_time = kWriteTime};
+  };
+  options.extent_bytes = kLarge;
+  options.arena_bytes = kMany * kLarge;
+  make_store(options);
+  servers_->be_deaf(true);
+  for (Tenant* tenant : {&alpha_, &beta_}) {
+    const auto lease = open(*tenant, "large", kLarge);
+    for (std::uint64_t i = 0; i < kMany; ++i) (void)put(*lease, name_of(i), i);
+  }
+
+  const PageTier::Deadline end = std::chrono::steady_clock::now() + kWriteTime;
+  store_->finish(end);
+
+  for (const PageTier::Deadline deadline : servers_->puts()) EXPECT_LE(deadline, end);
+  EXPECT_GT(store_->stats().unwritten, 0U);
 }
 
 TEST_F(GatedPagesTest, ALookupOfAPrefixReadsNothingBehindAPageThatIsDeleted) {
@@ -591,6 +616,39 @@ TEST_F(GatedPagesTest, ALookupDoesNotDriveOutWhatItHasFound) {
   for (std::uint64_t i = 0; i < kPages / 2; ++i) (void)put("", 100 + i);  // 0 to 3 go
 
   EXPECT_THAT(find(*lease_, {"4", "5", "6", "7", "0", "1", "2", "3"}), SizeIs(kPages));
+}
+
+TEST_F(StoredPagesTest, AtTheEndTheDiskHasAllPagesBeforeTheServersDo) {
+  constexpr std::int64_t kLarge = std::int64_t{4} << 20;  // four go at once
+  constexpr std::uint64_t kMany = 9;
+  const auto servers = std::make_shared<GatedTier>();
+  PageBackingOptions backing = backing_options();
+  backing.max_page_bytes = static_cast<std::size_t>(kLarge);
+  backing.make_remote = [&](const std::string& /*owner*/) {
+    return std::vector<std::shared_ptr<PageTier>>{servers};
+  };
+  end_store();
+  PageStoreOptions options = stored_options(backing);
+  options.extent_bytes = kLarge;
+  options.arena_bytes = kMany * kLarge;
+  make_store(options);
+  const auto lease = open(alpha_, "large", kLarge);
+  servers->hold_next(Verb::kPut);
+  (void)put(*lease, name_of(0), 0);
+  ASSERT_TRUE(servers->await_held(Verb::kPut));
+  for (std::uint64_t i = 1; i < kMany; ++i) (void)put(*lease, name_of(i), i);
+
+  const PageTier::Deadline end = std::chrono::steady_clock::now() + kPatience;
+  lease->pages.end_by(end);
+  servers->hold_next_instead(Verb::kPut);
+  ASSERT_TRUE(servers->await_held(Verb::kPut));
+
+  EXPECT_EQ(store_->stats().written, kMany);
+  EXPECT_EQ(servers->size(), 1U);
+  servers->let_go(Verb::kPut);
+  store_->finish(end);
+  EXPECT_EQ(servers->size(), kMany);
+  EXPECT_EQ(store_->stats().unwritten, 0U);
 }
 
 TEST_F(StoredPagesTest, ADiskThatCannotBeUsedIsRefused) {
