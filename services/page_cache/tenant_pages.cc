@@ -154,13 +154,14 @@ PageSlot* TenantPages::find(const PageDigest& digest) {
   return it == index_.end() ? nullptr : it->second;
 }
 
-PageInfo TenantPages::info_of(const PageSlot& page) {
+PageInfo TenantPages::info_of(const PageSlot& page, bool existed) {
   return {.handle = page.handle,
           .slot = page.slot,
           .generation = page.generation,
           .length = page.length,
           .crc32c = page.crc,
-          .durable = page.durable};
+          .durable = page.durable,
+          .existed = existed};
 }
 
 // ---- states
@@ -291,9 +292,7 @@ PageInfo TenantPages::reserve(PageLease& lease, const BlobKey& key) {
     if (PageSlot* page = find(*digest)) {
       use(*page);
       ++counters_.pages_existed;
-      PageInfo info = info_of(*page);
-      info.existed = true;
-      return info;
+      return info_of(*page, /*existed=*/true);
     }
   }
   PageSlot& page = take(length);
@@ -393,9 +392,7 @@ PageInfo TenantPages::commit(PageLease& lease, std::string_view handle,
       use(*winner);
       release(page);
       ++counters_.pages_existed;
-      PageInfo info = info_of(*winner);
-      info.existed = true;
-      return info;
+      return info_of(*winner, /*existed=*/true);
     }
   }
   show(page);
@@ -617,7 +614,6 @@ void TenantPages::restore_page(PageSlot& page) {
   set_state(page, PageState::kCommitted);
   page.used_at = options_.now();
   slots_.list(page);
-  page.durable = page.shared = false;
   if (backing_.empty()) return;
   add_task({.page = {page.slot, page.generation}});  // the process before may not have come to it
 }
@@ -677,26 +673,23 @@ std::size_t TenantPages::bring(std::span<const PageDigest> digests, std::uint64_
                                PageTier::Deadline deadline, const Asking& asking) {
   std::vector<PageDigest> left(digests.begin(), digests.end());
   std::vector<std::byte> bytes;
-  const auto get_part = [&](PageTier& tier, std::span<const PageDigest> wanted, bool on_disk) {
-    bytes.resize(std::max(bytes.size(), wanted.size() * length));
-    std::vector<TierGet> gets;
-    for (std::size_t i = 0; i < wanted.size(); ++i) {
-      gets.push_back({.key = PageBacking::key_of(wanted[i]),
-                      .bytes = std::span(bytes).subspan(i * length, length)});
-    }
-    tier.get(gets, deadline);
-    for (std::size_t i = 0; i < wanted.size(); ++i) {
-      if (gets[i].status != TierStatus::kOk) continue;
-      adopt(wanted[i], gets[i].bytes, on_disk, asking);
-      std::erase(left, wanted[i]);
-    }
-  };
   // The pages of one hash, of many layers, may be far more than what goes at once.
   const auto get = [&](PageTier& tier, const std::vector<PageDigest>& all, bool on_disk) {
     for (std::span<const PageDigest> rest(all); !rest.empty();) {
-      const std::size_t count = std::min(rest.size(), pages_at_once(length));
-      get_part(tier, rest.first(count), on_disk);
-      rest = rest.subspan(count);
+      const auto wanted = rest.first(std::min(rest.size(), pages_at_once(length)));
+      rest = rest.subspan(wanted.size());
+      bytes.resize(std::max(bytes.size(), wanted.size() * length));
+      std::vector<TierGet> gets;
+      for (std::size_t i = 0; i < wanted.size(); ++i) {
+        gets.push_back({.key = PageBacking::key_of(wanted[i]),
+                        .bytes = std::span(bytes).subspan(i * length, length)});
+      }
+      tier.get(gets, deadline);
+      for (std::size_t i = 0; i < wanted.size(); ++i) {
+        if (gets[i].status != TierStatus::kOk) continue;
+        adopt(wanted[i], gets[i].bytes, on_disk, asking);
+        std::erase(left, wanted[i]);
+      }
     }
   };
   if (backing_.disk != nullptr) {

@@ -151,7 +151,7 @@ class TenantPages {
   [[nodiscard]] PageSlot* own_at(const PageLease& lease, std::string_view handle);
   [[nodiscard]] PageDigest digest_of(const PageLease& lease, const BlobKey& key) const;
   [[nodiscard]] PageSlot* find(const PageDigest& digest);
-  [[nodiscard]] static PageInfo info_of(const PageSlot& page);
+  [[nodiscard]] static PageInfo info_of(const PageSlot& page, bool existed = false);
 
   /// Takes a slot of no key that is not reserved yet, and charges the tenant. Throws as
   /// `PageStore::reserve`.
