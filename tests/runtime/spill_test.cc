@@ -280,14 +280,15 @@ TEST_P(SpillTest, FetchesOneTokenOfEachKvHeadFromMorePagesThanThereAreFrames) {
       append_random(b, engine.config().model, layer, 200, 7);
     }
     const auto rows_of = [](Session& session) {
-      constexpr std::int64_t kHeads = 8, kTokens = 3;
+      constexpr std::int64_t kAllHeads = 8, kTokens = 3;
       std::vector<std::int32_t> ids;
-      for (std::int32_t i = 0; i < kHeads * kTokens; ++i) ids.push_back(i == 5 ? -1 : i * 37 % 200);
-      std::vector<std::uint16_t> rows(2 * kHeads * kTokens * 64);
+      for (std::int32_t i = 0; i < kAllHeads * kTokens; ++i)
+        ids.push_back(i == 5 ? -1 : i * 37 % 200);
+      std::vector<std::uint16_t> rows(2 * kAllHeads * kTokens * 64);
       const auto view = [&](std::size_t at) {
-        return MutableTensorView(rows.data() + at, DType::kBFloat16, {kHeads, kTokens, 64});
+        return MutableTensorView(rows.data() + at, DType::kBFloat16, {kAllHeads, kTokens, 64});
       };
-      session.fetch(1, {ids.data(), DType::kInt32, {kHeads, kTokens}},
+      session.fetch(1, {ids.data(), DType::kInt32, {kAllHeads, kTokens}},
                     {view(0), view(rows.size() / 2)});
       return rows;
     };
