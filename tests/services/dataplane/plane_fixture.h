@@ -45,7 +45,7 @@ class PlaneTest : public ::testing::Test {
   void TearDown() override {
     if (plane_) plane_->stop(std::chrono::milliseconds(0));
     executor_->finish();
-    if (pages_) pages_->finish();
+    if (pages_) pages_->finish(PageTier::Deadline::max());
     plane_.reset();
     pages_.reset();
     core_.reset();
