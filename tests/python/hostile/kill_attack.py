@@ -58,7 +58,9 @@ class Writer:
     def __init__(self, number: int, token: str) -> None:
         self.number = number
         self.counts: Counter[str] = Counter()
-        self.names: list[str] = []  # of sessions since the last kill
+        #: Sessions since the last kill, with the times when their servers had answered. A server that
+        #: is back soon may open one for a writer that has not seen the kill.
+        self.opened: list[tuple[float, str]] = []
         self._token = token
         self._random = Random(number)
         self._version = 0
@@ -73,7 +75,7 @@ class Writer:
 
     def live(self, address: str, progress: Callable[[], None]) -> None:
         """Works until the server is killed."""
-        self.names.clear()
+        self.opened.clear()
         self._open_session = None
         with kvtier.Client(address, token=self._token, attempts=1) as client:
             try:
@@ -143,10 +145,10 @@ class Writer:
     def _step(self, client: kvtier.Client) -> None:
         """Appends a token, whose number tells its rows, truncates, or compares all."""
         session = self._open_session
-        if session is None or (len(self.names) < 8 and self._random.random() < 0.05):
+        if session is None or (len(self.opened) < 8 and self._random.random() < 0.05):
             session = calling(lambda: client.open(MODEL, RETRIEVAL, capacity_tokens=CAPACITY))
             self._open_session = session
-            self.names.append(session.name)
+            self.opened.append((time.monotonic(), session.name))
             self._rows = []
         assert session is not None
         if len(self._rows) == CAPACITY or (self._rows and self._random.random() < 0.05):
@@ -165,10 +167,10 @@ class Writer:
                 np.testing.assert_array_equal(np.asarray(stored).view(np.uint16)[0], expected)
             self.counts["tokens_compared"] += len(self._rows)
 
-    def check_names(self, address: str) -> None:
-        """Raises unless the server answers each session of before with SERVER_EPOCH."""
+    def check_names(self, address: str, killed: float) -> None:
+        """Raises unless the server answers each session opened before `killed` with SERVER_EPOCH."""
         with kvtier.Client(address, token=self._token) as client:
-            for name in self.names:
+            for name in [name for opened, name in self.opened if opened < killed]:
                 try:
                     client.session_info(name)
                 except kvtier.AbortedError as error:
@@ -202,7 +204,7 @@ def _await_answers(address: str, start: float) -> float:
 
 
 def _one_life(target: Target, writers: list[Writer], kill: Callable[[], None]) -> float:
-    """Lets the writers work, kills, and waits until all have seen it. Returns when it killed."""
+    """Lets the writers work, kills, and waits until all have seen it. Returns the time before the kill."""
     done = threading.Semaphore(0)
     failures: list[BaseException] = []
 
@@ -223,8 +225,8 @@ def _one_life(target: Target, writers: list[Writer], kill: Callable[[], None]) -
         if not acquired:
             break
     time.sleep(Random().uniform(0.0, 0.1))  # wherever each is
-    kill()
     killed = time.monotonic()
+    kill()
     for thread in threads:
         thread.join(2 * PATIENCE)
         demand(not thread.is_alive(), "calls of before a kill end")
@@ -260,7 +262,7 @@ def run(count: int) -> Figures:
                     writer.forget()
             seconds[what].append(_await_answers(target.address, killed))
             for writer in writers:
-                writer.check_names(target.address)
+                writer.check_names(target.address, killed)
         demand(target.running.process.poll() is None, "the server serves after all")
     finally:
         target.close()
