@@ -1,33 +1,18 @@
 #include "kvtier/error.h"
 
+#include "include/types/failure.h"
+
 namespace kvtier {
 
 std::string_view error_code_name(ErrorCode code) noexcept {
-  switch (code) {
-    case ErrorCode::kCancelled:
-      return "CANCELLED";
-    case ErrorCode::kInvalidArgument:
-      return "INVALID_ARGUMENT";
-    case ErrorCode::kDeadlineExceeded:
-      return "DEADLINE_EXCEEDED";
-    case ErrorCode::kNotFound:
-      return "NOT_FOUND";
-    case ErrorCode::kResourceExhausted:
-      return "RESOURCE_EXHAUSTED";
-    case ErrorCode::kFailedPrecondition:
-      return "FAILED_PRECONDITION";
-    case ErrorCode::kAborted:
-      return "ABORTED";
-    case ErrorCode::kUnimplemented:
-      return "UNIMPLEMENTED";
-    case ErrorCode::kInternal:
-      return "INTERNAL";
-    case ErrorCode::kUnavailable:
-      return "UNAVAILABLE";
-    case ErrorCode::kDataLoss:
-      return "DATA_LOSS";
-  }
-  return "UNKNOWN";
+  // gRPC's numbers, of which some have no code here.
+  constexpr std::string_view kNone = "UNKNOWN";
+  return enumerator_name(
+      code,
+      {kNone, "CANCELLED", kNone, "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", kNone,
+       kNone, "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", kNone, "UNIMPLEMENTED",
+       "INTERNAL", "UNAVAILABLE", "DATA_LOSS"},
+      kNone);
 }
 
 Error::Error(ErrorCode code, const std::string& message)

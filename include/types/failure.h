@@ -2,9 +2,12 @@
 
 #include "kvtier/error.h"
 
+#include <cstddef>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 /// Messages of errors: "what: expected X, found Y" (CONTRIBUTING.md).
@@ -25,6 +28,16 @@ template <typename... Parts>
   return text;
 }
 
+/// Returns the name of an enumerator by those of all, in the order of their numbers from 0 on;
+/// `unknown` for one beyond.
+template <typename Enum>
+[[nodiscard]] constexpr std::string_view enumerator_name(
+    Enum value, std::initializer_list<std::string_view> names,
+    std::string_view unknown = "unknown") noexcept {
+  const auto number = static_cast<std::size_t>(value);
+  return number < names.size() ? names.begin()[number] : unknown;
+}
+
 /// Throws an error whose message is the parts joined.
 template <typename... Parts>
 [[noreturn]] void throw_error(ErrorCode code, const Parts&... parts) {
@@ -37,6 +50,22 @@ template <typename Found>
                                 const Found& found) {
   throw_error(ErrorCode::kInvalidArgument, what, ": expected ", expected, ", found ", found);
 }
+
+/// Collects problems as "field: expected ..., found ...".
+class Problems {
+ public:
+  template <typename Found>
+  void require(bool ok, std::string_view field, std::string_view expected, const Found& found) {
+    if (!ok) list_.push_back(join(field, ": expected ", expected, ", found ", found));
+  }
+  void append(std::string_view prefix, const std::vector<std::string>& others) {
+    for (const std::string& other : others) list_.push_back(join(prefix, other));
+  }
+  [[nodiscard]] std::vector<std::string> take() { return std::move(list_); }
+
+ private:
+  std::vector<std::string> list_;
+};
 
 /// Returns a configuration that is valid. Throws `kInvalidArgument` with all that `validate` says.
 template <typename Config>

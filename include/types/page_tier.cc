@@ -1,21 +1,11 @@
 #include "kvtier/page_tier.h"
 
+#include "include/types/failure.h"
+
 namespace kvtier {
 
 std::string_view tier_status_name(TierStatus status) noexcept {
-  switch (status) {
-    case TierStatus::kOk:
-      return "ok";
-    case TierStatus::kMiss:
-      return "miss";
-    case TierStatus::kCorrupt:
-      return "corrupt";
-    case TierStatus::kFull:
-      return "full";
-    case TierStatus::kUnavailable:
-      return "unavailable";
-  }
-  return "unknown";
+  return enumerator_name(status, {"ok", "miss", "corrupt", "full", "unavailable"});
 }
 
 }  // namespace kvtier

@@ -1,31 +1,15 @@
 #include "kvtier/tensor.h"
 
+#include "include/types/failure.h"
+
 namespace kvtier {
 
 std::size_t dtype_bytes(DType dtype) noexcept {
-  switch (dtype) {
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return 2;
-    case DType::kFloat32:
-    case DType::kInt32:
-      break;
-  }
-  return 4;
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 2 : 4;
 }
 
 std::string_view dtype_name(DType dtype) noexcept {
-  switch (dtype) {
-    case DType::kFloat32:
-      return "fp32";
-    case DType::kFloat16:
-      return "fp16";
-    case DType::kBFloat16:
-      return "bf16";
-    case DType::kInt32:
-      return "int32";
-  }
-  return "unknown";
+  return enumerator_name(dtype, {"fp32", "fp16", "bf16", "int32"});
 }
 
 std::string describe(const TensorView& view) {

@@ -15,41 +15,37 @@ std::vector<std::string> PagedConfig::validate() const {
   engine.model = model;
   engine.retrieval = retrieval;
   engine.memory.max_batch_rows = max_batch_rows;
-  std::vector<std::string> problems;
-  for (std::string& problem : engine.validate()) {
+  std::vector<std::string> of_engine = engine.validate();
+  for (std::string& problem : of_engine) {
     const std::string memory = "memory.";
-    problems.push_back(problem.starts_with(memory) ? problem.substr(memory.size()) : problem);
+    if (problem.starts_with(memory)) problem.erase(0, memory.size());
   }
-  const auto require = [&](bool ok, const char* field, const std::string& expected,
-                           const std::string& found) {
-    if (!ok) {
-      problems.push_back(std::string(field) + ": expected " + expected + ", found " + found);
-    }
-  };
-  require(retrieval.estimator == Estimator::kNormAware, "retrieval.estimator",
-          "norm_aware over pages of the caller", "another");
-  require(retrieval.query_bits == 4 || retrieval.query_bits == 8, "retrieval.query_bits",
-          "4 or 8 over pages of the caller", std::to_string(retrieval.query_bits));
-  require(retrieval.selection != Selection::kPerQueryHead, "retrieval.selection",
-          "per_sequence or per_kv_head over pages of the caller", "per_query_head");
-  require(retrieval.error_target == 0.0, "retrieval.error_target", "0 over pages of the caller",
-          std::to_string(retrieval.error_target));
-  require(retrieval.coarse_bits == 0, "retrieval.coarse_bits", "0 over pages of the caller",
-          std::to_string(retrieval.coarse_bits));
+  Problems problems;
+  problems.append("", of_engine);
+  problems.require(retrieval.estimator == Estimator::kNormAware, "retrieval.estimator",
+                   "norm_aware over pages of the caller", "another");
+  problems.require(retrieval.query_bits == 4 || retrieval.query_bits == 8, "retrieval.query_bits",
+                   "4 or 8 over pages of the caller", retrieval.query_bits);
+  problems.require(retrieval.selection != Selection::kPerQueryHead, "retrieval.selection",
+                   "per_sequence or per_kv_head over pages of the caller", "per_query_head");
+  problems.require(retrieval.error_target == 0.0, "retrieval.error_target",
+                   "0 over pages of the caller", retrieval.error_target);
+  problems.require(retrieval.coarse_bits == 0, "retrieval.coarse_bits",
+                   "0 over pages of the caller", retrieval.coarse_bits);
   for (std::size_t i = 0; i < model.layer_options.size(); ++i) {
-    require(model.layer_options[i].mode == LayerMode::kSparse, "model.layer_options",
-            "sparse layers alone over pages of the caller",
-            "another mode at layer " + std::to_string(i));
+    problems.require(model.layer_options[i].mode == LayerMode::kSparse, "model.layer_options",
+                     "sparse layers alone over pages of the caller",
+                     join("another mode at layer ", i));
   }
   const bool fits = block_tokens >= 16 && block_tokens <= hashing::kBlockTokens &&
                     std::has_single_bit(static_cast<unsigned>(block_tokens));
-  require(fits, "block_tokens", "a power of two from 16 to 1024", std::to_string(block_tokens));
+  problems.require(fits, "block_tokens", "a power of two from 16 to 1024", block_tokens);
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-  require(num_blocks >= 1 && (!fits || num_blocks <= kMost / block_tokens), "num_blocks",
-          "at least 1, and fewer than 2^31 slots", std::to_string(num_blocks));
-  require(max_tokens >= 1 && max_tokens <= kMost, "max_tokens", "1..2147483647",
-          std::to_string(max_tokens));
-  return problems;
+  problems.require(num_blocks >= 1 && (!fits || num_blocks <= kMost / block_tokens), "num_blocks",
+                   "at least 1, and fewer than 2^31 slots", num_blocks);
+  problems.require(max_tokens >= 1 && max_tokens <= kMost, "max_tokens", "1..2147483647",
+                   max_tokens);
+  return problems.take();
 }
 
 }  // namespace kvtier

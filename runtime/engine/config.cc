@@ -1,6 +1,7 @@
 #include "kvtier/config.h"
 
 #include "hashing/scalar_code.h"
+#include "include/types/failure.h"
 
 #include <algorithm>
 #include <cmath>
@@ -15,32 +16,6 @@ constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
 /// probability of exp(-1 / e^2) at most, e^-100.
 constexpr double kMostErrorAlone = 0.1;
 
-/// Collects problems as "field: expected ..., found ...".
-class Problems {
- public:
-  template <typename Found>
-  void require(bool ok, std::string_view field, std::string_view expected, const Found& found) {
-    if (ok) return;
-    std::string text(field);
-    text.append(": expected ").append(expected).append(", found ").append(to_text(found));
-    list_.push_back(std::move(text));
-  }
-  void append(std::string_view prefix, const std::vector<std::string>& others) {
-    for (const std::string& other : others) list_.push_back(std::string(prefix) + other);
-  }
-  [[nodiscard]] std::vector<std::string> take() { return std::move(list_); }
-
- private:
-  static std::string to_text(const std::string& text) { return text; }
-  static std::string to_text(const char* text) { return text; }
-  template <typename Number>
-  static std::string to_text(Number number) {
-    return std::to_string(number);
-  }
-
-  std::vector<std::string> list_;
-};
-
 bool weighting_fits(Estimator estimator, ValueWeighting weighting) {
   switch (estimator) {
     case Estimator::kSoftCollision:
@@ -53,32 +28,15 @@ bool weighting_fits(Estimator estimator, ValueWeighting weighting) {
   return false;
 }
 
-const char* weighting_name(ValueWeighting weighting) {
-  switch (weighting) {
-    case ValueWeighting::kDefault:
-      return "default";
-    case ValueWeighting::kLinear:
-      return "linear";
-    case ValueWeighting::kCalibrated:
-      return "calibrated";
-    case ValueWeighting::kLogit:
-      return "logit";
-    case ValueWeighting::kNone:
-      return "none";
-  }
-  return "unknown";
+std::string_view weighting_name(ValueWeighting weighting) {
+  return enumerator_name(weighting, {"default", "linear", "calibrated", "logit", "none"});
 }
 
-const char* allowed_weightings(Estimator estimator) {
-  switch (estimator) {
-    case Estimator::kSoftCollision:
-      return "linear, calibrated or none with soft collision";
-    case Estimator::kHardCollision:
-      return "linear or none with hard collision";
-    case Estimator::kNormAware:
-      return "logit or none with norm-aware";
-  }
-  return "a known estimator";
+std::string_view allowed_weightings(Estimator estimator) {
+  return enumerator_name(estimator,
+                         {"linear, calibrated or none with soft collision",
+                          "linear or none with hard collision", "logit or none with norm-aware"},
+                         "a known estimator");
 }
 
 std::vector<std::string> check_layer(const LayerConfig& layer) {
@@ -184,10 +142,10 @@ std::vector<std::string> Config::validate() const {
   problems.require(d == 64 || d == 96 || d == 128 || d == 256, "model.head_dim",
                    "64, 96, 128 or 256", d);
   problems.require(model.kv_dtype == DType::kBFloat16 || model.kv_dtype == DType::kFloat16,
-                   "model.kv_dtype", "bf16 or fp16", std::string(dtype_name(model.kv_dtype)));
+                   "model.kv_dtype", "bf16 or fp16", dtype_name(model.kv_dtype));
   problems.require(memory.page_format != PageFormat::kInt8 || model.kv_dtype == DType::kBFloat16,
                    "model.kv_dtype", "bf16 with memory.page_format kInt8",
-                   std::string(dtype_name(model.kv_dtype)));
+                   dtype_name(model.kv_dtype));
   problems.require(model.layer_options.empty() ||
                        model.layer_options.size() == static_cast<std::size_t>(model.layers),
                    "model.layer_options",
