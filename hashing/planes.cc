@@ -75,19 +75,6 @@ void orthonormalise(std::span<double> rows, std::size_t dim) {
   }
 }
 
-class Fnv1a {
- public:
-  void add(std::uint32_t value, int bytes) {
-    for (int i = 0; i < bytes; ++i) {
-      hash_ = (hash_ ^ ((value >> (8 * i)) & 0xFFU)) * 0x100000001B3U;
-    }
-  }
-  [[nodiscard]] std::uint64_t value() const { return hash_; }
-
- private:
-  std::uint64_t hash_ = 0xCBF29CE484222325U;
-};
-
 }  // namespace
 
 std::vector<std::uint16_t> generate_planes(const SketchConfig& config, int head_dim) {
@@ -119,13 +106,9 @@ Planes::Planes(transfer::Device& device, const SketchConfig& config, int head_di
   const int count = planes_needed(config, head_dim);
   const auto stride = static_cast<std::size_t>(round_up(count, kStrideMultiple));
   std::vector<float> transposed(dim * stride, 0.0F);
-  Fnv1a hash;
   for (std::size_t i = 0; i < host_.size(); ++i) {
     transposed[i % dim * stride + i / dim] = BFloat16{host_[i]}.to_float();
-    hash.add(host_[i], 2);
   }
-  hash.add(static_cast<std::uint32_t>(head_dim), 4);
-  identity_ = hash.value();
 
   const std::size_t offset = bits_bytes(count, head_dim);
   device_ = device.allocate(transfer::Space::kDevice, offset + transposed.size() * sizeof(float));

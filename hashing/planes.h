@@ -44,16 +44,12 @@ class Planes {
   [[nodiscard]] const SketchConfig& config() const noexcept { return config_; }
   /// Returns bf16 bits, `[planes_needed, head_dim]`, on the host.
   [[nodiscard]] const std::vector<std::uint16_t>& host_bits() const noexcept { return host_; }
-  /// Returns the hash (FNV-1a, 64 bits) of the plane bits and head_dim: part of a sketch's
-  /// identity.
-  [[nodiscard]] std::uint64_t identity() const noexcept { return identity_; }
 
  private:
   SketchConfig config_;
   int head_dim_;
   std::vector<std::uint16_t> host_;
   transfer::Buffer device_;
-  std::uint64_t identity_ = 0;
 };
 
 /// Generates the bf16 bits of planes on the host, `[planes_needed, head_dim]`.
