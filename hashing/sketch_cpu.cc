@@ -248,14 +248,11 @@ void sketch_keys(const PlanesView& planes, const transfer::KvGeometry& kv,
     const SketchItem& item = batch[i];
     const std::int64_t tokens = item.tokens_placed();
     const std::int64_t tiles = (tokens + kTileTokens - 1) / kTileTokens;
-    transfer::parallel_for(
-        tiles * kv.kv_heads, 1, [&](std::int64_t task_begin, std::int64_t task_end) {
-          for (std::int64_t task = task_begin; task < task_end; ++task) {
-            const std::int64_t begin = task / kv.kv_heads * kTileTokens;
-            sketch_range(planes, kv, geometry, item, packed, static_cast<int>(task % kv.kv_heads),
-                         begin, std::min(begin + kTileTokens, tokens));
-          }
-        });
+    transfer::parallel_for_each(tiles * kv.kv_heads, 1, [&](std::int64_t task) {
+      const std::int64_t begin = task / kv.kv_heads * kTileTokens;
+      sketch_range(planes, kv, geometry, item, packed, static_cast<int>(task % kv.kv_heads), begin,
+                   std::min(begin + kTileTokens, tokens));
+    });
   }
 }
 

@@ -17,7 +17,7 @@ namespace kvtier::scoring::cpu {
 void select_in_two_phases(const SelectRequest& request, const SelectorWorkspace& workspace);
 
 using transfer::AttendedSpans;
-using transfer::parallel_for;
+using transfer::parallel_for_each;
 
 /// Tiles that a thread takes at once: a tile costs tens of microseconds.
 inline constexpr std::int64_t kTileGrain = 4;
@@ -57,7 +57,6 @@ class Call {
   [[nodiscard]] int group() const { return group_; }
   [[nodiscard]] int kv_heads() const { return request_.kv.kv_heads; }
   [[nodiscard]] int query_heads() const { return request_.kv.query_heads; }
-  [[nodiscard]] std::int64_t max_tiles() const { return max_tiles_; }
   [[nodiscard]] std::int64_t max_tokens() const { return space_.limits.max_tokens; }
   [[nodiscard]] bool prioritised() const {
     return request_.params.rule == SelectionRule::kPriority;
@@ -115,27 +114,21 @@ class Call {
   template <typename Body>
   void for_each_tile(const Body& body) const {
     const std::int64_t pairs = std::int64_t{num_queries()} * kv_heads();
-    parallel_for(pairs * max_tiles_, kTileGrain, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t i = begin; i < end; ++i) {
-        const auto pair = static_cast<int>(i / max_tiles_);
-        const int query_index = pair / kv_heads();
-        const std::int64_t tile = i % max_tiles_ * kTileTokens;
-        const std::int64_t first = std::max(tile, spans(query_index).sink_end);
-        const std::int64_t last = std::min(tile + kTileTokens, spans(query_index).eligible_end);
-        if (first < last)
-          body(query_index, pair % kv_heads(), first, static_cast<int>(last - first));
-      }
+    parallel_for_each(pairs * max_tiles_, kTileGrain, [&](std::int64_t i) {
+      const auto pair = static_cast<int>(i / max_tiles_);
+      const int query_index = pair / kv_heads();
+      const std::int64_t tile = i % max_tiles_ * kTileTokens;
+      const std::int64_t first = std::max(tile, spans(query_index).sink_end);
+      const std::int64_t last = std::min(tile + kTileTokens, spans(query_index).eligible_end);
+      if (first < last) body(query_index, pair % kv_heads(), first, static_cast<int>(last - first));
     });
   }
   /// Calls body(query_index, kv_head) for each pair, in parallel.
   template <typename Body>
   void for_each_group(const Body& body) const {
-    parallel_for(std::int64_t{num_queries()} * kv_heads(), 1,
-                 [&](std::int64_t begin, std::int64_t end) {
-                   for (std::int64_t i = begin; i < end; ++i) {
-                     body(static_cast<int>(i / kv_heads()), static_cast<int>(i % kv_heads()));
-                   }
-                 });
+    parallel_for_each(std::int64_t{num_queries()} * kv_heads(), 1, [&](std::int64_t i) {
+      body(static_cast<int>(i / kv_heads()), static_cast<int>(i % kv_heads()));
+    });
   }
 
  private:

@@ -91,22 +91,18 @@ void gather_paged_rows(const KvGeometry& geometry, const SlotTables& slots, cons
            2 * (slot / slots.block_tokens * half.block_stride +
                 slot % slots.block_tokens * half.token_stride + head * half.head_stride);
   };
-  parallel_for(std::int64_t{query_batch.count} * geometry.kv_heads, 1,
-               [&](std::int64_t begin, std::int64_t end) {
-                 for (std::int64_t lane = begin; lane < end; ++lane) {
-                   const auto query_index = static_cast<int>(lane / geometry.kv_heads);
-                   const std::int32_t* table = slots.of(query_batch[query_index].sequence);
-                   for (std::int64_t i = 0; i < list.counts[lane]; ++i) {
-                     const std::int64_t token = list.ids[lane * list.capacity + i];
-                     const std::int64_t slot = slot_of(table, slots.block_tokens, token);
-                     const std::int64_t head = lane % geometry.kv_heads;
-                     std::byte* to =
-                         list.staged + (lane * list.staged_capacity + i) * geometry.row_bytes();
-                     std::memcpy(to, address(cache.keys, slot, head), half_bytes);
-                     std::memcpy(to + half_bytes, address(cache.values, slot, head), half_bytes);
-                   }
-                 }
-               });
+  parallel_for_each(std::int64_t{query_batch.count} * geometry.kv_heads, 1, [&](std::int64_t lane) {
+    const auto query_index = static_cast<int>(lane / geometry.kv_heads);
+    const std::int32_t* table = slots.of(query_batch[query_index].sequence);
+    for (std::int64_t i = 0; i < list.counts[lane]; ++i) {
+      const std::int64_t token = list.ids[lane * list.capacity + i];
+      const std::int64_t slot = slot_of(table, slots.block_tokens, token);
+      const std::int64_t head = lane % geometry.kv_heads;
+      std::byte* to = list.staged + (lane * list.staged_capacity + i) * geometry.row_bytes();
+      std::memcpy(to, address(cache.keys, slot, head), half_bytes);
+      std::memcpy(to + half_bytes, address(cache.values, slot, head), half_bytes);
+    }
+  });
 }
 
 }  // namespace cpu

@@ -186,12 +186,10 @@ void forget_cached_rows(const RowCacheForget& forget, std::int64_t num_sets) {
 
 void gather_cached_rows(const KvGeometry& geometry, const RowCacheGather& gather) {
   const std::int64_t heads = std::int64_t{gather.sequences.count} * geometry.kv_heads;
-  parallel_for(heads, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) {
-      HeadGather(geometry, gather, static_cast<int>(i / geometry.kv_heads),
-                 static_cast<int>(i % geometry.kv_heads))
-          .run();
-    }
+  parallel_for_each(heads, 1, [&](std::int64_t i) {
+    HeadGather(geometry, gather, static_cast<int>(i / geometry.kv_heads),
+               static_cast<int>(i % geometry.kv_heads))
+        .run();
   });
 }
 
