@@ -70,12 +70,8 @@ std::uint64_t PrefixStore::repair_sinks(transfer::Stream& stream, std::span<cons
     const std::int64_t end = std::min<std::int64_t>(begin + kv.page_tokens, kv.sink_capacity);
     bool dropped = false;
     for (Page* page : entry(keys[i]).pages) {
-      std::uint64_t of_page = 0;
-      for (int head = 0; head < kv.kv_heads; ++head) {
-        for (std::int64_t token = begin; token < end; ++token) {
-          if (!transfer::row_is_whole(kv, PagePool::address(*page), head, token)) ++of_page;
-        }
-      }
+      const auto of_page = static_cast<std::uint64_t>(
+          transfer::num_changed_rows(kv, PagePool::address(*page), begin, end));
       changed += of_page;
       if (of_page > 0 && (last || !pools_.pages->discard(*page))) dropped = true;
     }

@@ -13,17 +13,6 @@
 namespace kvtier::runtime {
 namespace {
 
-/// Returns whether the stored rows of a page are those that were written.
-bool is_whole(const transfer::KvGeometry& kv, const std::byte* page, std::int64_t begin,
-              std::int64_t end) {
-  for (int head = 0; head < kv.kv_heads; ++head) {
-    for (std::int64_t token = begin; token < end; ++token) {
-      if (!transfer::row_is_whole(kv, page, head, token)) return false;
-    }
-  }
-  return true;
-}
-
 /// Lets copies in a tier take the place of a layer's changed pages. Returns how many have none.
 std::size_t repair(transfer::Stream& stream, EngineState& engine, LayerState& layer) {
   forget_cached_rows(stream, engine.pools, layer, 0);
@@ -32,7 +21,8 @@ std::size_t repair(transfer::Stream& stream, EngineState& engine, LayerState& la
   for (std::int64_t i = 0; i < ceil_div(layer.length, unit); ++i) {
     const std::byte* page = layer.pages.address(i);
     if (page == nullptr) continue;  // in a tier
-    if (is_whole(engine.kv, page, i * unit, std::min((i + 1) * unit, layer.length))) continue;
+    const std::int64_t end = std::min((i + 1) * unit, layer.length);
+    if (transfer::num_changed_rows(engine.kv, page, i * unit, end) == 0) continue;
     if (!engine.pools.pages->discard(layer.pages.page(i))) ++num_lost;
   }
   return num_lost;

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cassert>
 #include <cmath>
 #include <cstring>
@@ -297,12 +296,11 @@ void select(const SelectRequest& request, const SelectorWorkspace& workspace,
     recall_params.active ? choose_within(call, recall_params, query_index, kv_head, k)
                          : choose(call, query_index, kv_head, k);
   });
-  if (request.flags == nullptr) return;
-  std::uint64_t scored = 0;
+  std::int64_t scored = 0;
   for (int query_index = 0; query_index < call.num_queries(); ++query_index) {
-    scored += static_cast<std::uint64_t>(call.spans(query_index).num_eligible() * call.kv_heads());
+    scored += call.spans(query_index).num_eligible() * call.kv_heads();
   }
-  std::atomic_ref(request.flags->tokens_scored).fetch_add(scored, std::memory_order_relaxed);
+  transfer::cpu::count(request.flags, &transfer::StepFlags::tokens_scored, scored);
 }
 
 void adopt(const SelectRequest& request, const SelectorWorkspace& workspace, const IdTensor& ids,

@@ -151,9 +151,7 @@ void select_in_two_phases(const SelectRequest& request, const SelectorWorkspace&
     bytes += fine.spans(query_index).num_eligible() * prefix.token_bytes() +
              candidates * request.sketch.token_bytes();
   });
-  if (request.flags == nullptr) return;
-  std::atomic_ref(request.flags->sketch_bytes)
-      .fetch_add(static_cast<std::uint64_t>(bytes.load()), std::memory_order_relaxed);
+  transfer::cpu::count(request.flags, &transfer::StepFlags::sketch_bytes, bytes);
 }
 
 }  // namespace kvtier::scoring::cpu

@@ -128,6 +128,17 @@ bool row_is_whole(const KvGeometry& geometry, const std::byte* page, int kv_head
   return is_whole(geometry, page, kv_head, token, row);
 }
 
+std::int64_t num_changed_rows(const KvGeometry& geometry, const std::byte* page, std::int64_t begin,
+                              std::int64_t end) {
+  std::int64_t changed = 0;
+  for (int head = 0; head < geometry.kv_heads; ++head) {
+    for (std::int64_t token = begin; token < end; ++token) {
+      if (!row_is_whole(geometry, page, head, token)) ++changed;
+    }
+  }
+  return changed;
+}
+
 namespace cpu {
 
 std::uint32_t row_check(const KvGeometry& geometry, const std::byte* page, int kv_head,
@@ -146,12 +157,10 @@ std::uint32_t row_check(const KvGeometry& geometry, const std::byte* page, int k
 
 void verify_rows(const KvGeometry& geometry, const RowReading& reading) {
   const std::int64_t lanes = std::int64_t{reading.query_batch.count} * geometry.kv_heads;
-  parallel_for(lanes, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t lane = begin; lane < end; ++lane) {
-      Lane(geometry, reading, static_cast<int>(lane / geometry.kv_heads),
-           static_cast<int>(lane % geometry.kv_heads))
-          .verify();
-    }
+  parallel_for_each(lanes, 1, [&](std::int64_t lane) {
+    Lane(geometry, reading, static_cast<int>(lane / geometry.kv_heads),
+         static_cast<int>(lane % geometry.kv_heads))
+        .verify();
   });
 }
 

@@ -93,6 +93,10 @@ void gather_whole_rows(Stream& stream, const KvGeometry& geometry, const RowRead
 [[nodiscard]] bool row_is_whole(const KvGeometry& geometry, const std::byte* page, int kv_head,
                                 std::int64_t token);
 
+/// Returns how many rows of the tokens [begin, end), all in one page, are not. On the host.
+[[nodiscard]] std::int64_t num_changed_rows(const KvGeometry& geometry, const std::byte* page,
+                                            std::int64_t begin, std::int64_t end);
+
 namespace cpu {
 /// The check of a row: `row` as it is read, and of int8 its factors in the page.
 [[nodiscard]] std::uint32_t row_check(const KvGeometry& geometry, const std::byte* page,

@@ -62,6 +62,11 @@ struct StepFlags {
   std::uint64_t sketch_bytes = 0;
 };
 
+namespace cpu {
+/// Adds to a counter of a step, where there is one.
+void count(StepFlags* flags, std::uint64_t StepFlags::*counter, std::int64_t n);
+}  // namespace cpu
+
 /// New tokens of one sequence.
 struct AppendItem {
   SequenceView sequence;

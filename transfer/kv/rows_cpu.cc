@@ -197,9 +197,8 @@ void gather_rows(const KvGeometry& geometry, const SequenceBatch& sequences,
   };
   parallel_for(lanes * blocks, grain_of(kGatherBlock * row_bytes), body);
 
-  std::int64_t selected = 0;
-  for (std::int64_t lane = 0; lane < lanes; ++lane) selected += selection.counts[lane];
-  count(flags, &StepFlags::rows_selected, selected);
+  count(flags, &StepFlags::rows_selected,
+        std::accumulate(selection.counts, selection.counts + lanes, std::int64_t{0}));
 }
 
 void pack_queries(const KvGeometry& geometry, const QueryItems& items, float* out) {

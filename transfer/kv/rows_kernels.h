@@ -18,8 +18,6 @@ void gather_rows(const KvGeometry& geometry, const SequenceBatch& sequences,
                  bool pages_on_device, StepFlags* flags);
 void read_sinks(const KvGeometry& geometry, const SequenceView& sequence, std::int64_t tokens);
 void pack_queries(const KvGeometry& geometry, const QueryItems& items, float* out);
-/// Adds to a counter of a step, where there is one.
-void count(StepFlags* flags, std::uint64_t StepFlags::*counter, std::int64_t n);
 /// Lets `first_nonfinite` be this place if it is the least.
 void note_place(StepFlags* flags, const NonfinitePlace& place);
 }  // namespace cpu
