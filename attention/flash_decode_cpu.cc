@@ -3,15 +3,16 @@
 #include "include/types/float16.h"
 #include "transfer/device/parallel.h"
 #include "transfer/kv/page_rows.h"
+#include "transfer/kv/row_convert.h"
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cassert>
 #include <cstring>
+#include <iterator>
 #include <limits>
+#include <numeric>
 #include <span>
-#include <tuple>
 #include <vector>
 
 namespace kvtier::attention::cpu {
@@ -49,16 +50,12 @@ struct Tile {
 };
 
 struct RowCounts {
-  std::uint64_t host = 0;
-  std::uint64_t resident = 0;
+  std::int64_t host = 0, resident = 0;
 };
 
 void count_rows(const AttendRequest& request, const RowCounts& counts) {
-  if (request.flags == nullptr) return;
-  std::atomic_ref(request.flags->rows_fetched_host)
-      .fetch_add(counts.host, std::memory_order_relaxed);
-  std::atomic_ref(request.flags->rows_resident)
-      .fetch_add(counts.resident, std::memory_order_relaxed);
+  transfer::cpu::count(request.flags, &transfer::StepFlags::rows_fetched_host, counts.host);
+  transfer::cpu::count(request.flags, &transfer::StepFlags::rows_resident, counts.resident);
 }
 
 /// Returns whether a token's row is in its page only, in memory across the host link.
@@ -126,6 +123,16 @@ void open_accumulators(const AttendRequest& request, const PartialView& partial,
   }
 }
 
+/// What a split has of `count` tokens.
+struct Part {
+  Part(std::int64_t count, int split, int splits) {
+    const std::int64_t each = (count + splits - 1) / splits;
+    begin = std::min(count, split * each);
+    end = std::min(count, begin + each);
+  }
+  std::int64_t begin = 0, end = 0;
+};
+
 /// Queries of one sequence that stand next to each other in the batch; they share conversions.
 struct QueryRun {
   int begin = 0;
@@ -155,6 +162,16 @@ struct SpanUnion {
   }
 };
 
+std::vector<AttendedSpans> spans_of(const AttendRequest& request, const QueryRun& run) {
+  std::vector<AttendedSpans> spans;
+  for (int r = run.begin; r < run.end; ++r) {
+    const transfer::QueryToken& query = request.query_batch[r];
+    const std::int64_t length = request.sequences[query.sequence].counters->length;
+    spans.push_back(transfer::attended_spans(request.rule, length, query));
+  }
+  return spans;
+}
+
 SpanUnion unite(const std::vector<AttendedSpans>& spans) {
   SpanUnion all{0, std::numeric_limits<std::int64_t>::max(), 0};
   for (const AttendedSpans& s : spans) {
@@ -172,48 +189,40 @@ void fill_tile(const AttendRequest& request, int sequence_index, std::int64_t re
                int kv_head, std::span<const std::int64_t> tokens, float* to, RowSource* source) {
   const KvGeometry& kv = request.kv;
   const SequenceView& sequence = request.sequences[sequence_index];
-  const std::int64_t width = 2 * std::int64_t{kv.head_dim};
   const bool together = source == nullptr || source->hold(sequence_index, tokens);
   for (const std::int64_t& token : tokens) {
     if (!together) (void)source->hold(sequence_index, {&token, 1});
-    if (kv.int8_pages) {
-      transfer::cpu::read_row(kv, sequence, resident_begin, kv_head, token, to);
-    } else {
-      widen(kv.dtype, row_address(kv, sequence, resident_begin, kv_head, token), width, to);
-    }
-    to += width;
+    transfer::cpu::read_row(kv, sequence, resident_begin, kv_head, token, to);
+    to += std::int64_t{2} * kv.head_dim;
   }
 }
 
 void attend_spans(const AttendRequest& request, const PartialView& partial, const QueryRun& run,
-                  int kv_head, int split, int splits, RowSource* source) {
+                  int kv_head, int split, RowSource* source) {
   const KvGeometry& kv = request.kv;
   const auto group = static_cast<std::size_t>(kv.group());
   const auto num_queries = static_cast<std::size_t>(run.end - run.begin);
   const SequenceView& sequence = request.sequences[request.query_batch[run.begin].sequence];
-  const std::int64_t length = sequence.counters->length;
   const std::int64_t resident_begin = sequence.counters->resident_begin;
 
-  std::vector<AttendedSpans> spans(num_queries);
   std::vector<float> queries(num_queries * group * static_cast<std::size_t>(kv.head_dim));
   std::vector<Accumulator> accumulators(num_queries * group);
   for (std::size_t r = 0; r < num_queries; ++r) {
-    const int query_index = run.begin + static_cast<int>(r);
-    spans[r] = transfer::attended_spans(request.rule, length, request.query_batch[query_index]);
-    open_accumulators(request, partial, query_index, kv_head, split,
+    open_accumulators(request, partial, run.begin + static_cast<int>(r), kv_head, split,
                       queries.data() + r * group * static_cast<std::size_t>(kv.head_dim),
                       accumulators.data() + r * group);
   }
 
+  const std::vector<AttendedSpans> spans = spans_of(request, run);
   const SpanUnion all = unite(spans);
-  const std::int64_t chunk = (all.size() + splits - 1) / splits;
-  const std::int64_t end = std::min(all.size(), (split + 1) * chunk);
+  const Part part(all.size(), split, partial.splits);
   RowCounts counts;
   Tile tile;
   std::array<std::int64_t, kTileRows> tokens;
   std::array<std::int32_t, kTileRows> index;
-  for (std::int64_t begin = split * chunk; begin < end; begin += kTileRows) {
-    const auto filled = static_cast<std::size_t>(std::min<std::int64_t>(kTileRows, end - begin));
+  for (std::int64_t begin = part.begin; begin < part.end; begin += kTileRows) {
+    const auto filled =
+        static_cast<std::size_t>(std::min<std::int64_t>(kTileRows, part.end - begin));
     for (std::size_t i = 0; i < filled; ++i) {
       tokens[i] = all.token(begin + static_cast<std::int64_t>(i));
     }
@@ -238,7 +247,7 @@ void attend_spans(const AttendRequest& request, const PartialView& partial, cons
 
 void attend_selected(const AttendRequest& request, const transfer::SelectionView& selection,
                      const PartialView& partial, int query_index, int kv_head, int split,
-                     int splits, RowSource* source) {
+                     RowSource* source) {
   const KvGeometry& kv = request.kv;
   const auto group = static_cast<std::size_t>(kv.group());
   const SequenceView& sequence = request.sequences[request.query_batch[query_index].sequence];
@@ -253,20 +262,19 @@ void attend_selected(const AttendRequest& request, const transfer::SelectionView
   const std::uint16_t* masks = selection.head_mask + list * selection.capacity;
   const std::int64_t count = selection.counts[list];
   const std::int64_t num_staged = std::min(count, selection.staged_capacity);
-  const std::int64_t chunk = (count + splits - 1) / splits;
-  const std::int64_t end = std::min(count, (split + 1) * chunk);
+  const Part part(count, split, partial.splits);
   RowCounts counts;
   Tile tile;
   std::array<std::int64_t, kTileRows> tokens;
   std::array<std::int32_t, kTileRows> index;
-  for (std::int64_t begin = split * chunk; begin < end; begin += kTileRows) {
-    const std::int64_t filled = std::min<std::int64_t>(kTileRows, end - begin);
+  for (std::int64_t begin = part.begin; begin < part.end; begin += kTileRows) {
+    const std::int64_t filled = std::min<std::int64_t>(kTileRows, part.end - begin);
     const std::int64_t staged = std::clamp<std::int64_t>(num_staged - begin, 0, filled);
     for (std::int64_t i = 0; i < staged; ++i) {
       const std::byte* row_bytes =
           selection.staged + (list * selection.staged_capacity + begin + i) * kv.row_bytes();
-      widen(kv.dtype, row_bytes, 2 * std::int64_t{kv.head_dim},
-            tile.values.data() + i * 2 * kv.head_dim);
+      transfer::cpu::to_float(row_bytes, kv.dtype, tile.values.data() + i * 2 * kv.head_dim,
+                              std::int64_t{2} * kv.head_dim);
     }
     for (std::int64_t i = staged; i < filled; ++i) {
       const std::int32_t id = ids[begin + i];
@@ -294,13 +302,15 @@ void attend_selected(const AttendRequest& request, const transfer::SelectionView
   count_rows(request, counts);
 }
 
-void store(DType dtype, const float* values, int count, void* out, std::int64_t offset) {
+/// Writes sums of values, over the sum of `total`.
+void store_normalised(DType dtype, const float* sums, const SoftmaxState& total, int count,
+                      void* out, std::int64_t offset) {
   with_float_type(dtype, [&](auto type) {
     using Stored = decltype(type);
     std::byte* to =
         static_cast<std::byte*>(out) + offset * static_cast<std::int64_t>(sizeof(Stored));
     for (int x = 0; x < count; ++x) {
-      const Stored stored = Stored::from_float(values[x]);
+      const Stored stored = Stored::from_float(sums[x] * total.inverse_sum());
       std::memcpy(to + static_cast<std::size_t>(x) * sizeof(Stored), &stored, sizeof(Stored));
     }
   });
@@ -311,141 +321,103 @@ int num_splits(std::int64_t tokens) {
       std::clamp<std::int64_t>((tokens + kSplitTokens - 1) / kSplitTokens, 1, kMaxSplits));
 }
 
-void spans(const AttendRequest& request, const PartialView& partial) {
-  const std::vector<QueryRun> runs = query_runs(request.query_batch);
-  const int splits = partial.splits;
-  const std::int64_t per_run = std::int64_t{request.kv.kv_heads} * splits;
-  const std::int64_t count = static_cast<std::int64_t>(runs.size()) * per_run;
-  transfer::parallel_for(count, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) {
-      attend_spans(request, partial, runs[static_cast<std::size_t>(i / per_run)],
-                   static_cast<int>(i % per_run / splits), static_cast<int>(i % splits), splits,
-                   nullptr);
-    }
-  });
-}
-
-void selected(const AttendRequest& request, const transfer::SelectionView& selection,
-              const PartialView& partial) {
-  const int splits = partial.splits;
-  const std::int64_t per_query = std::int64_t{request.kv.kv_heads} * splits;
-  transfer::parallel_for(
-      request.query_batch.count * per_query, 1, [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t i = begin; i < end; ++i) {
-          attend_selected(request, selection, partial, static_cast<int>(i / per_query),
-                          static_cast<int>(i % per_query / splits), static_cast<int>(i % splits),
-                          splits, nullptr);
-        }
-      });
-}
-
-/// One split of all KV heads: together when the rows of these tokens can be had together, else one
-/// after the other, a tile or a row at a time.
-template <typename Attend>
-void attend_heads(int kv_heads, int sequence, std::span<const std::int64_t> tokens,
-                  RowSource& source, Attend attend) {
-  if (source.hold(sequence, tokens)) {
-    transfer::parallel_for(kv_heads, 1, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t head = begin; head < end; ++head) attend(static_cast<int>(head), nullptr);
+/// Attends each of `units`, runs of queries or queries, in all splits and KV heads: all at a time,
+/// or with a `source` one split after the other. `tokens_of(unit, split, tokens)` adds the tokens
+/// that the KV heads read, and returns their sequence.
+template <typename TokensOf, typename Attend>
+void attend_splits(std::int64_t units, int kv_heads, int splits, RowSource* source,
+                   const TokensOf& tokens_of, const Attend& attend) {
+  if (source == nullptr) {
+    return transfer::parallel_for_each(units * kv_heads * splits, 1, [&](std::int64_t i) {
+      attend(i / splits / kv_heads, static_cast<int>(i / splits % kv_heads),
+             static_cast<int>(i % splits), nullptr);
     });
-    return;
   }
-  for (int head = 0; head < kv_heads; ++head) attend(head, &source);
-}
-
-void spans_in_parts(const AttendRequest& request, const PartialView& partial, RowSource& source) {
   std::vector<std::int64_t> tokens;
-  for (const QueryRun& run : query_runs(request.query_batch)) {
-    const int sequence = request.query_batch[run.begin].sequence;
-    std::vector<AttendedSpans> rows;
-    for (int query_index = run.begin; query_index < run.end; ++query_index) {
-      rows.push_back(transfer::attended_spans(request.rule,
-                                              request.sequences[sequence].counters->length,
-                                              request.query_batch[query_index]));
-    }
-    const SpanUnion all = unite(rows);
-    const std::int64_t chunk = (all.size() + partial.splits - 1) / partial.splits;
-    for (int split = 0; split < partial.splits; ++split) {
-      tokens.clear();
-      for (std::int64_t i = split * chunk; i < std::min(all.size(), (split + 1) * chunk); ++i) {
-        tokens.push_back(all.token(i));
-      }
-      attend_heads(request.kv.kv_heads, sequence, tokens, source, [&](int head, RowSource* from) {
-        attend_spans(request, partial, run, head, split, partial.splits, from);
+  for (std::int64_t i = 0; i < units * splits; ++i) {
+    const auto split = static_cast<int>(i % splits);
+    tokens.clear();
+    const int sequence = tokens_of(i / splits, split, tokens);
+    // Together where the rows of all KV heads can be had together, else a tile or a row at a time.
+    if (source->hold(sequence, tokens)) {
+      transfer::parallel_for_each(kv_heads, 1, [&](std::int64_t head) {
+        attend(i / splits, static_cast<int>(head), split, nullptr);
       });
+      continue;
     }
+    for (int head = 0; head < kv_heads; ++head) attend(i / splits, head, split, source);
   }
 }
 
-void selected_in_parts(const AttendRequest& request, const transfer::SelectionView& selection,
-                       const PartialView& partial, RowSource& source) {
+void attend_spans(const AttendRequest& request, const PartialView& partial, RowSource* source) {
+  const std::vector<QueryRun> runs = query_runs(request.query_batch);
+  attend_splits(
+      std::ssize(runs), request.kv.kv_heads, partial.splits, source,
+      [&](std::int64_t unit, int split, std::vector<std::int64_t>& tokens) {
+        const QueryRun& run = runs[static_cast<std::size_t>(unit)];
+        const SpanUnion all = unite(spans_of(request, run));
+        const Part part(all.size(), split, partial.splits);
+        for (std::int64_t i = part.begin; i < part.end; ++i) tokens.push_back(all.token(i));
+        return request.query_batch[run.begin].sequence;
+      },
+      [&](std::int64_t unit, int head, int split, RowSource* from) {
+        attend_spans(request, partial, runs[static_cast<std::size_t>(unit)], head, split, from);
+      });
+}
+
+void attend_selected(const AttendRequest& request, const transfer::SelectionView& selection,
+                     const PartialView& partial, RowSource* source) {
   const int heads = request.kv.kv_heads;
-  std::vector<std::int64_t> tokens;
-  for (int query_index = 0; query_index < request.query_batch.count; ++query_index) {
-    for (int split = 0; split < partial.splits; ++split) {
-      tokens.clear();
-      for (int head = 0; head < heads; ++head) {
-        const std::int64_t list = std::int64_t{query_index} * heads + head;
-        const std::int64_t count = selection.counts[list];
-        const std::int64_t chunk = (count + partial.splits - 1) / partial.splits;
-        const std::int32_t* ids = selection.ids + list * selection.capacity;
-        tokens.insert(tokens.end(), ids + std::min(count, split * chunk),
-                      ids + std::min(count, (split + 1) * chunk));
-      }
-      attend_heads(heads, request.query_batch[query_index].sequence, tokens, source,
-                   [&](int head, RowSource* from) {
-                     attend_selected(request, selection, partial, query_index, head, split,
-                                     partial.splits, from);
-                   });
-    }
-  }
+  attend_splits(
+      request.query_batch.count, heads, partial.splits, source,
+      [&](std::int64_t query_index, int split, std::vector<std::int64_t>& tokens) {
+        for (std::int64_t list = query_index * heads; list < (query_index + 1) * heads; ++list) {
+          const Part part(selection.counts[list], split, partial.splits);
+          const std::int32_t* ids = selection.ids + list * selection.capacity;
+          tokens.insert(tokens.end(), ids + part.begin, ids + part.end);
+        }
+        return request.query_batch[static_cast<int>(query_index)].sequence;
+      },
+      [&](std::int64_t query_index, int head, int split, RowSource* from) {
+        attend_selected(request, selection, partial, static_cast<int>(query_index), head, split,
+                        from);
+      });
 }
 
 void count_selected(const AttendRequest& request, const transfer::SelectionView& selection) {
-  if (request.flags == nullptr || selection.staged_capacity > 0) return;
-  std::uint64_t selected = 0;
-  for (int list = 0; list < request.query_batch.count * request.kv.kv_heads; ++list) {
-    selected += static_cast<std::uint64_t>(selection.counts[list]);
-  }
-  std::atomic_ref(request.flags->rows_selected).fetch_add(selected, std::memory_order_relaxed);
+  if (selection.staged_capacity > 0) return;
+  const int lists = request.query_batch.count * request.kv.kv_heads;
+  transfer::cpu::count(
+      request.flags, &transfer::StepFlags::rows_selected,
+      std::accumulate(selection.counts, selection.counts + lists, std::int64_t{0}));
 }
 
 void merge(const AttendRequest& request, const PartialParts& parts, const OutputBatch& outputs) {
   const int d = request.kv.head_dim;
   const std::int64_t heads = request.kv.query_heads;
-  transfer::parallel_for(request.query_batch.count * heads, 8,
-                         [&](std::int64_t begin, std::int64_t end) {
-                           std::vector<float> sum(static_cast<std::size_t>(d));
-                           for (std::int64_t i = begin; i < end; ++i) {
-                             std::fill(sum.begin(), sum.end(), 0.0F);
-                             SoftmaxState total;
-                             for (const PartialView& part : parts) {
-                               for (int split = 0; split < part.splits; ++split) {
-                                 const std::int64_t slot = i * kMaxSplits + split;
-                                 const SoftmaxState& state = part.state[slot];
-                                 if (state.sum == 0.0F) continue;
-                                 total.max = std::max(total.max, state.max);
-                               }
-                             }
-                             for (const PartialView& part : parts) {
-                               for (int split = 0; split < part.splits; ++split) {
-                                 const std::int64_t slot = i * kMaxSplits + split;
-                                 const SoftmaxState& state = part.state[slot];
-                                 if (state.sum == 0.0F) continue;
-                                 const float weight = std::exp(state.max - total.max);
-                                 total.sum += weight * state.sum;
-                                 add_scaled(sum.data(), weight, part.out + slot * d, d);
-                               }
-                             }
-                             const float inverse = total.inverse_sum();
-                             for (float& x : sum) x *= inverse;
-                             const OutputItem& item = outputs[static_cast<int>(i / heads)];
-                             const std::int64_t head = i % heads;
-                             store(item.dtype, sum.data(), d, item.out, head * item.head_stride);
-                             if (item.lse != nullptr)
-                               item.lse[head * item.lse_stride] = total.lse();
-                           }
-                         });
+  transfer::parallel_for_each(request.query_batch.count * heads, 8, [&](std::int64_t i) {
+    std::array<float, kMaxHeadDim> sum{};
+    SoftmaxState total;
+    const auto visit = [&](const auto& take) {
+      for (const PartialView& part : parts) {
+        for (std::int64_t slot = i * kMaxSplits; slot < i * kMaxSplits + part.splits; ++slot) {
+          if (part.state[slot].sum != 0.0F) take(part.state[slot], part.out + slot * d);
+        }
+      }
+    };
+    visit([&](const SoftmaxState& state, const float*) {
+      total.max = std::max(total.max, state.max);
+    });
+    visit([&](const SoftmaxState& state, const float* out) {
+      const float weight = std::exp(state.max - total.max);
+      total.sum += weight * state.sum;
+      add_scaled(sum.data(), weight, out, d);
+    });
+    const OutputItem& item = outputs[static_cast<int>(i / heads)];
+    const std::int64_t head = i % heads;
+    store_normalised(item.dtype, sum.data(), total, d, item.out, head * item.head_stride);
+    if (item.lse != nullptr) item.lse[head * item.lse_stride] = total.lse();
+  });
 }
 
 }  // namespace
@@ -466,12 +438,11 @@ void attend(const AttendRequest& request, const transfer::SelectionView& selecti
       out + std::tuple_size_v<PartialParts> * partials * static_cast<std::size_t>(limits.head_dim));
   PartialParts parts{};
   parts[0] = {out, states, num_splits(max_tokens)};
-  source == nullptr ? spans(request, parts[0]) : spans_in_parts(request, parts[0], *source);
+  attend_spans(request, parts[0], source);
   if (selection.ids != nullptr) {
     parts[1] = {out + partials * static_cast<std::size_t>(limits.head_dim), states + partials,
                 num_splits(max_selected)};
-    source == nullptr ? selected(request, selection, parts[1])
-                      : selected_in_parts(request, selection, parts[1], *source);
+    attend_selected(request, selection, parts[1], source);
     count_selected(request, selection);
   }
   merge(request, parts, outputs);
@@ -479,23 +450,19 @@ void attend(const AttendRequest& request, const transfer::SelectionView& selecti
 
 void merge_results(const MergeBatch& parts, std::int64_t num_heads_total, int head_dim, void* out,
                    DType out_dtype, float* lse) {
-  transfer::parallel_for(num_heads_total, 64, [&](std::int64_t begin, std::int64_t end) {
-    std::vector<float> sum(static_cast<std::size_t>(head_dim));
-    for (std::int64_t i = begin; i < end; ++i) {
-      std::fill(sum.begin(), sum.end(), 0.0F);
-      SoftmaxState total;
-      for (int p = 0; p < parts.count; ++p) total.max = std::max(total.max, parts[p].lse[i]);
-      for (int p = 0; p < parts.count; ++p) {
-        if (parts[p].lse[i] == -std::numeric_limits<float>::infinity()) continue;
-        const float weight = std::exp(parts[p].lse[i] - total.max);
-        total.sum += weight;
-        add_scaled(sum.data(), weight, parts[p].out + i * head_dim, head_dim);
-      }
-      const float inverse = total.inverse_sum();
-      for (float& x : sum) x *= inverse;
-      store(out_dtype, sum.data(), head_dim, out, i * head_dim);
-      if (lse != nullptr) lse[i] = total.lse();
+  assert(head_dim <= kMaxHeadDim);
+  transfer::parallel_for_each(num_heads_total, 64, [&](std::int64_t i) {
+    std::array<float, kMaxHeadDim> sum{};
+    SoftmaxState total;
+    for (int p = 0; p < parts.count; ++p) total.max = std::max(total.max, parts[p].lse[i]);
+    for (int p = 0; p < parts.count; ++p) {
+      if (parts[p].lse[i] == -std::numeric_limits<float>::infinity()) continue;
+      const float weight = std::exp(parts[p].lse[i] - total.max);
+      total.sum += weight;
+      add_scaled(sum.data(), weight, parts[p].out + i * head_dim, head_dim);
     }
+    store_normalised(out_dtype, sum.data(), total, head_dim, out, i * head_dim);
+    if (lse != nullptr) lse[i] = total.lse();
   });
 }
 

@@ -3,47 +3,9 @@
 #include "transfer/device/simd.h"
 
 #include <bit>
-#include <cassert>
 #include <cmath>
 
 namespace kvtier::attention::cpu {
-namespace {
-
-KVTIER_SIMD_CLONES
-void widen_bf16(const std::uint16_t* in, std::int64_t count, float* out) {
-#pragma omp simd
-  for (std::int64_t i = 0; i < count; ++i) {
-    out[i] = std::bit_cast<float>(static_cast<std::uint32_t>(in[i]) << 16);
-  }
-}
-
-// Integer arithmetic, because the compiler has no vector conversion from _Float16 below
-// AVX512-FP16.
-KVTIER_SIMD_CLONES
-void widen_fp16(const std::uint16_t* in, std::int64_t count, float* out) {
-#pragma omp simd
-  for (std::int64_t i = 0; i < count; ++i) {
-    const std::uint32_t sign = static_cast<std::uint32_t>(in[i] & 0x8000U) << 16;
-    const std::uint32_t magnitude = in[i] & 0x7FFFU;
-    const float finite = std::bit_cast<float>(magnitude << 13) * 0x1p112F;
-    const std::uint32_t special = 0x7F800000U | (magnitude << 13);
-    const std::uint32_t bits =
-        magnitude >= 0x7C00U ? special : std::bit_cast<std::uint32_t>(finite);
-    out[i] = std::bit_cast<float>(sign | bits);
-  }
-}
-
-}  // namespace
-
-void widen(DType dtype, const std::byte* in, std::int64_t count, float* out) {
-  assert(dtype == DType::kBFloat16 || dtype == DType::kFloat16);
-  const auto* bits = reinterpret_cast<const std::uint16_t*>(in);
-  if (dtype == DType::kFloat16) {
-    widen_fp16(bits, count, out);
-  } else {
-    widen_bf16(bits, count, out);
-  }
-}
 
 KVTIER_SIMD_CLONES
 void dot_rows(const float* query, const float* rows, std::int64_t stride, const std::int32_t* index,

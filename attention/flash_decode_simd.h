@@ -1,16 +1,10 @@
 #pragma once
 
-#include "kvtier/tensor.h"
-
-#include <cstddef>
 #include <cstdint>
 
 /// Inner loops of the CPU attention, compiled for several instruction sets. All rows are fp32, all
 /// counts are elements, and the order of every sum is fixed, so results repeat on one machine.
 namespace kvtier::attention::cpu {
-
-/// Converts `count` stored 16-bit floats (bf16 or fp16) to fp32.
-void widen(DType dtype, const std::byte* in, std::int64_t count, float* out);
 
 /// `logits[i] = query . rows[index[i]]`, rows `stride` apart.
 void dot_rows(const float* query, const float* rows, std::int64_t stride, const std::int32_t* index,

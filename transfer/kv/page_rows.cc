@@ -129,8 +129,8 @@ void read_row(const KvGeometry& geometry, const SequenceView& sequence, std::int
   if (geometry.int8_pages && !row_is_resident(geometry, resident_begin, token)) {
     return read_int8(geometry, sequence.pages[token / geometry.page_tokens], kv_head, token, row);
   }
-  (void)convert_to_float(row_address(geometry, sequence, resident_begin, kv_head, token),
-                         geometry.dtype, row, std::int64_t{2} * geometry.head_dim);
+  to_float(row_address(geometry, sequence, resident_begin, kv_head, token), geometry.dtype, row,
+           std::int64_t{2} * geometry.head_dim);
 }
 
 void read_sinks(const KvGeometry& geometry, const SequenceView& sequence, std::int64_t tokens) {

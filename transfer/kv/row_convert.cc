@@ -105,7 +105,7 @@ bool convert_to_storage(const void* in, DType in_dtype, std::uint16_t* out, DTyp
   return in_dtype == DType::kFloat32 ? fp32_to_fp16(in, out, n) : bf16_to_fp16(in, out, n);
 }
 
-bool convert_to_float(const void* in, DType in_dtype, float* out, std::int64_t n) {
+void to_float(const void* in, DType in_dtype, float* out, std::int64_t n) {
   if (in_dtype == DType::kFloat32) {
     std::memcpy(out, in, static_cast<std::size_t>(n) * sizeof(*out));
   } else if (in_dtype == DType::kFloat16) {
@@ -113,6 +113,10 @@ bool convert_to_float(const void* in, DType in_dtype, float* out, std::int64_t n
   } else {
     bf16_to_fp32(in, out, n);
   }
+}
+
+bool convert_to_float(const void* in, DType in_dtype, float* out, std::int64_t n) {
+  to_float(in, in_dtype, out, n);
   return any_nonfinite(in, in_dtype, n);
 }
 

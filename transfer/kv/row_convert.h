@@ -12,7 +12,9 @@ namespace kvtier::transfer::cpu {
 bool convert_to_storage(const void* in, DType in_dtype, std::uint16_t* out, DType out_dtype,
                         std::int64_t n);
 
-/// Converts `n` elements to fp32. Returns whether one is NaN or infinite.
+/// Converts `n` elements to fp32.
+void to_float(const void* in, DType in_dtype, float* out, std::int64_t n);
+/// The same. Returns whether one is NaN or infinite.
 bool convert_to_float(const void* in, DType in_dtype, float* out, std::int64_t n);
 
 /// Returns whether one of `n` elements is NaN or infinite.
