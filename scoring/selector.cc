@@ -161,10 +161,6 @@ void Selector::read_queries(transfer::Stream& stream, const ScoreParams& params,
   scoring::read_queries(stream, params, planes, input, queries, at_.entries, at_.scalars);
 }
 
-transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectRequest& request) {
-  return select(stream, request, {});
-}
-
 transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectRequest& request,
                                          const RecallParams& recall_params) {
   check(request, limits_);

@@ -4,6 +4,7 @@
 #include "hashing/sketch.h"
 #include "scoring/estimator.h"
 #include "scoring/exchange_lease.h"
+#include "scoring/recall_params.h"
 #include "scoring/selection_plan.h"
 #include "transfer/device/arena.h"
 #include "transfer/device/device.h"
@@ -64,7 +65,6 @@ struct IdFloats {
   std::int64_t head_stride = 0;
 };
 
-struct RecallParams;
 struct SelectorWorkspace;
 
 /// Where the missed attention of one query goes, and the log-sum-exp of what was attended.
@@ -112,11 +112,10 @@ class Selector {
   void read_queries(transfer::Stream& stream, const ScoreParams& params,
                     const hashing::PlanesView& planes, const QueryInput& input, float* queries);
 
-  /// Enqueues scoring and selection. The result is valid until the next call.
-  transfer::SelectionView select(transfer::Stream& stream, const SelectRequest& request);
-  /// The same, taking as many tokens as the recall parameters say.
+  /// Enqueues scoring and selection, of as many tokens as active recall parameters say. The result
+  /// is valid until the next call.
   transfer::SelectionView select(transfer::Stream& stream, const SelectRequest& request,
-                                 const RecallParams& recall_params);
+                                 const RecallParams& recall_params = {});
   /// Writes the estimated share of the attention that the last selection missed, after `select`
   /// with a recall target.
   void export_missed(transfer::Stream& stream, const SelectRequest& request,

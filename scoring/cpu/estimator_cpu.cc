@@ -1,4 +1,5 @@
 #include "scoring/estimator_kernels.h"
+#include "scoring/score_math.h"
 #include "transfer/device/parallel.h"
 #include "transfer/device/simd.h"
 
@@ -88,14 +89,11 @@ void norm_aware(const ScoreParams& params, const float* projections, float* entr
   for (int i = 0; i < count; ++i) largest = std::max(largest, std::fabs(projections[i]));
   const bool integers = params.query_bits > 0;
   const bool usable = largest > 0.0F && std::isfinite(largest);
-  const auto levels = static_cast<float>((1 << std::max(params.query_bits - 1, 0)) - 1);
+  const float levels = integers ? weight_levels(params.query_bits) : 0.0F;
   if (integers) scalars.weight_step = usable ? largest / levels : 0.0F;
   for (int bit = 0; bit < params.num_planes; ++bit) {
     float weight = projections[bit % count];
-    if (integers) {
-      weight = usable ? std::nearbyint(levels * (weight / largest)) : 0.0F;
-      if (std::isnan(weight)) weight = 0.0F;
-    }
+    if (integers) weight = usable ? quantised_weight(weight, largest, levels) : 0.0F;
     entries[bit] = weight * static_cast<float>(params.significance(bit));
   }
 }
@@ -109,27 +107,25 @@ void build_query_tables(const ScoreParams& params, const hashing::PlanesView& pl
                         QueryScalars* scalars) {
   const std::int64_t per_head = entries_per_head(params);
   const std::int64_t heads = std::int64_t{num_queries} * query_heads;
-  transfer::parallel_for(heads, 1, [&](std::int64_t begin, std::int64_t end) {
+  transfer::parallel_for_each(heads, 1, [&](std::int64_t i) {
     alignas(64) Projections projections;
-    for (std::int64_t i = begin; i < end; ++i) {
-      const float* query = queries + i * planes.head_dim;
-      project_query(query, planes.head_dim, planes.transposed, planes.stride, params.query_planes(),
-                    projections.data());
-      QueryScalars result{.query_norm = norm(query, planes.head_dim)};
-      float* out = entries + i * per_head;
-      switch (params.estimator) {
-        case Estimator::kSoftCollision:
-          soft_collision(params, planes.head_dim, projections.data(), out, result);
-          break;
-        case Estimator::kHardCollision:
-          hard_collision(params, projections.data(), out);
-          break;
-        case Estimator::kNormAware:
-          norm_aware(params, projections.data(), out, result);
-          break;
-      }
-      scalars[i] = result;
+    const float* query = queries + i * planes.head_dim;
+    project_query(query, planes.head_dim, planes.transposed, planes.stride, params.query_planes(),
+                  projections.data());
+    QueryScalars result{.query_norm = norm(query, planes.head_dim)};
+    float* out = entries + i * per_head;
+    switch (params.estimator) {
+      case Estimator::kSoftCollision:
+        soft_collision(params, planes.head_dim, projections.data(), out, result);
+        break;
+      case Estimator::kHardCollision:
+        hard_collision(params, projections.data(), out);
+        break;
+      case Estimator::kNormAware:
+        norm_aware(params, projections.data(), out, result);
+        break;
     }
+    scalars[i] = result;
   });
 }
 

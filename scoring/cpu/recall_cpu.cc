@@ -166,13 +166,10 @@ std::int64_t EstimatedMass::num_to_keep(const float* order, int first_head, int 
     factors.push_back(any ? std::exp(head.max - head.log_total) / heads : 0.0);
     rest += factors.back() * sum_of(head.weights);
   }
-  TopK top = find_top_k(order, num_eligible_, most);
   std::vector<std::pair<std::uint32_t, std::int64_t>> best;
   best.reserve(static_cast<std::size_t>(most));
-  for (std::int64_t i = 0; i < num_eligible_; ++i) {
-    const std::uint32_t key = ordered_key(order[i]);
-    if (key > top.threshold || (key == top.threshold && top.ties-- > 0)) best.emplace_back(~key, i);
-  }
+  visit_top_k(order, num_eligible_, most,
+              [&](std::int64_t i) { best.emplace_back(~ordered_key(order[i]), i); });
   std::ranges::sort(best);
   const std::int64_t least = std::min(recall_params_.least, most);
   const MissTolerance tolerance(recall_params_.missed, num_eligible_, most);

@@ -18,17 +18,6 @@ namespace kvtier::scoring::cpu {
 
 namespace {
 
-// Calls take(i) for the k best of `count` scores, in ascending order.
-template <typename Take>
-void visit_top_k(const float* scores, std::int64_t count, std::int64_t k, const Take& take) {
-  if (k <= 0) return;
-  TopK top = find_top_k(scores, count, k);
-  for (std::int64_t i = 0; i < count; ++i) {
-    const std::uint32_t key = ordered_key(scores[i]);
-    if (key > top.threshold || (key == top.threshold && top.ties-- > 0)) take(i);
-  }
-}
-
 // Writes the tokens of [begin, end) with a mask; `bias_of(head, token)`.
 template <typename BiasOf>
 void write_masked(const Call& call, int query_index, int kv_head, std::int64_t begin,

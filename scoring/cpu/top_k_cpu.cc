@@ -13,11 +13,6 @@ namespace {
 
 constexpr int kBinBits = 11;
 
-inline std::uint32_t to_key(float score) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(score + 0.0F);  // -0 becomes 0
-  return (bits >> 31) != 0 ? ~bits : bits | 0x80000000U;
-}
-
 struct KeyRange {
   std::uint32_t low;
   std::uint32_t high;
@@ -29,7 +24,7 @@ KeyRange key_range(const float* scores, std::int64_t count) {
   std::uint32_t high = 0;
 #pragma omp simd reduction(min : low) reduction(max : high)
   for (std::int64_t i = 0; i < count; ++i) {
-    const std::uint32_t key = to_key(scores[i]);
+    const std::uint32_t key = ordered_key(scores[i]);
     low = key < low ? key : low;
     high = key > high ? key : high;
   }
@@ -37,8 +32,6 @@ KeyRange key_range(const float* scores, std::int64_t count) {
 }
 
 }  // namespace
-
-std::uint32_t ordered_key(float score) { return to_key(score); }
 
 TopK find_top_k(const float* scores, std::int64_t count, std::int64_t k) {
   assert(k >= 1 && k <= count);
@@ -50,7 +43,7 @@ TopK find_top_k(const float* scores, std::int64_t count, std::int64_t k) {
     const int shift = width > kBinBits ? width - kBinBits : 0;
     bins.fill(0);
     for (std::int64_t i = 0; i < count; ++i) {
-      const std::uint32_t offset = to_key(scores[i]) - range.low;
+      const std::uint32_t offset = ordered_key(scores[i]) - range.low;
       if (offset <= range.high - range.low) ++bins[offset >> shift];
     }
     std::uint32_t bin = (range.high - range.low) >> shift;
