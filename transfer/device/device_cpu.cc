@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "include/types/failure.h"
+#include "transfer/device/event_pool.h"
 #include "transfer/device/parallel.h"
 
 #include <atomic>
@@ -24,22 +25,21 @@ namespace {
 constexpr std::size_t kAlignment = 256;
 constexpr std::size_t kMapThreshold = std::size_t{1} << 20;
 constexpr std::size_t kQueueSlots = 64;
-constexpr std::size_t kEventsAtStart = 256;
-
-class EventPool;
 
 /// A latch. Held by its `Event`, by the task that sets it and by every task that waits for it; back
 /// in the pool when the last of them lets go.
 class CpuEvent final : public EventState {
  public:
-  explicit CpuEvent(EventPool& pool) : pool_(pool) {}
+  explicit CpuEvent(EventPool<CpuEvent>& pool) : pool_(pool) {}
 
   [[nodiscard]] bool done() const override { return done_.load(std::memory_order_acquire); }
   void wait() const override {
     std::unique_lock lock(mutex_);
     set_.wait(lock, [this] { return done(); });
   }
-  void release() noexcept override;
+  void release() noexcept override {
+    if (holders_.fetch_sub(1, std::memory_order_acq_rel) == 1) pool_.put_back(this);
+  }
 
   void arm(int holders) {
     done_.store(false, std::memory_order_relaxed);
@@ -53,50 +53,16 @@ class CpuEvent final : public EventState {
   }
 
  private:
-  EventPool& pool_;
+  EventPool<CpuEvent>& pool_;
   std::atomic<bool> done_ = false;
   std::atomic<int> holders_ = 0;
   mutable std::mutex mutex_;
   mutable std::condition_variable set_;
 };
 
-class EventPool {
- public:
-  EventPool() {
-    for (std::size_t i = 0; i < kEventsAtStart; ++i) free_.push_back(create());
-  }
-
-  CpuEvent* take(int holders) {
-    const std::lock_guard lock(mutex_);
-    if (free_.empty()) free_.push_back(create());
-    CpuEvent* event = free_.back();
-    free_.pop_back();
-    event->arm(holders);
-    return event;
-  }
-  void put_back(CpuEvent* event) noexcept {
-    const std::lock_guard lock(mutex_);
-    free_.push_back(event);  // within the capacity that `create` reserved
-  }
-
- private:
-  CpuEvent* create() {
-    free_.reserve(events_.size() + 1);
-    return events_.emplace_back(std::make_unique<CpuEvent>(*this)).get();
-  }
-
-  std::mutex mutex_;  // guards both
-  std::vector<std::unique_ptr<CpuEvent>> events_;
-  std::vector<CpuEvent*> free_;
-};
-
-void CpuEvent::release() noexcept {
-  if (holders_.fetch_sub(1, std::memory_order_acq_rel) == 1) pool_.put_back(this);
-}
-
 class CpuStream final : public Stream {
  public:
-  explicit CpuStream(EventPool& events)
+  explicit CpuStream(EventPool<CpuEvent>& events)
       : events_(events), slots_(std::make_unique_for_overwrite<Slot[]>(kQueueSlots)) {
     worker_ = std::thread([this] { work(); });
   }
@@ -138,7 +104,8 @@ class CpuStream final : public Stream {
     run([=] { std::memset(to, value, bytes); });
   }
   [[nodiscard]] Event record() override {
-    CpuEvent* event = events_.take(2);
+    CpuEvent* event = events_.take();
+    event->arm(2);
     push(Task([event] {
            event->set();
            event->release();
@@ -210,7 +177,7 @@ class CpuStream final : public Stream {
     return nullptr;
   }
 
-  EventPool& events_;
+  EventPool<CpuEvent>& events_;
   std::mutex mutex_;  // guards what follows but the slot that is being executed
   std::condition_variable pushed_;
   std::condition_variable has_room_;
@@ -293,7 +260,7 @@ class CpuDevice final : public Device {
                 info.total_bytes);
   }
 
-  EventPool events_;
+  EventPool<CpuEvent> events_;
   std::string name_;
 };
 

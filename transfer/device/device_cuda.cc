@@ -4,6 +4,7 @@
 
 #include "include/types/failure.h"
 #include "transfer/device/cuda_check.h"
+#include "transfer/device/event_pool.h"
 #include "transfer/device/pinned_cuda.h"
 #include "transfer/device/pinned_pages.h"
 
@@ -14,22 +15,16 @@
 #include <cassert>
 #include <cstdint>
 #include <cstring>
-#include <mutex>
 #include <string>
-#include <utility>
-#include <vector>
 
 namespace kvtier::transfer::cuda {
 namespace {
 
-constexpr std::size_t kEventsAtStart = 256;
 constexpr int kMinComputeCapability = 8;
-
-class EventPool;
 
 class CudaEvent final : public EventState {
  public:
-  explicit CudaEvent(EventPool& pool) : pool_(pool) {
+  explicit CudaEvent(EventPool<CudaEvent>& pool) : pool_(pool) {
     KVTIER_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
   }
   CudaEvent(const CudaEvent&) = delete;  // owns event_
@@ -53,7 +48,7 @@ class CudaEvent final : public EventState {
     const OutsideCapture guard;
     KVTIER_CUDA_CHECK(cudaEventSynchronize(event_));
   }
-  void release() noexcept override;
+  void release() noexcept override { pool_.put_back(this); }
 
   void record(cudaStream_t stream, bool captured) {
     captured_ = captured;
@@ -63,45 +58,14 @@ class CudaEvent final : public EventState {
   [[nodiscard]] bool captured() const noexcept { return captured_; }
 
  private:
-  EventPool& pool_;
+  EventPool<CudaEvent>& pool_;
   cudaEvent_t event_ = nullptr;
   bool captured_ = false;
 };
 
-class EventPool {
- public:
-  EventPool() {
-    for (std::size_t i = 0; i < kEventsAtStart; ++i) free_.push_back(create());
-  }
-
-  CudaEvent* take() {
-    const std::lock_guard lock(mutex_);
-    if (free_.empty()) free_.push_back(create());
-    CudaEvent* event = free_.back();
-    free_.pop_back();
-    return event;
-  }
-  void put_back(CudaEvent* event) noexcept {
-    const std::lock_guard lock(mutex_);
-    free_.push_back(event);  // within the capacity that `create` reserved
-  }
-
- private:
-  CudaEvent* create() {
-    free_.reserve(events_.size() + 1);
-    return events_.emplace_back(std::make_unique<CudaEvent>(*this)).get();
-  }
-
-  std::mutex mutex_;  // guards both
-  std::vector<std::unique_ptr<CudaEvent>> events_;
-  std::vector<CudaEvent*> free_;
-};
-
-void CudaEvent::release() noexcept { pool_.put_back(this); }
-
 class CudaStream final : public Stream {
  public:
-  CudaStream(EventPool& events, cudaStream_t stream, bool owned)
+  CudaStream(EventPool<CudaEvent>& events, cudaStream_t stream, bool owned)
       : events_(events), stream_(stream), owned_(owned) {}
   ~CudaStream() override {
     if (owned_) check_in_destructor(cudaStreamDestroy(stream_));
@@ -161,7 +125,7 @@ class CudaStream final : public Stream {
   }
 
  private:
-  EventPool& events_;
+  EventPool<CudaEvent>& events_;
   cudaStream_t stream_;
   bool owned_;
 };
@@ -227,7 +191,7 @@ class CudaDevice final : public Device {
 
   int index_;
   std::string name_;
-  EventPool events_;
+  EventPool<CudaEvent> events_;
 };
 
 /// Returns whether a device fits; leaves it current in the calling thread if it does.

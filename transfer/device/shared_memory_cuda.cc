@@ -9,7 +9,6 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
 #include <cstring>
 #include <string>
 

@@ -3,7 +3,6 @@
 #include "transfer/device/device.h"
 
 #include <cstddef>
-#include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>

@@ -8,7 +8,6 @@
 #include <charconv>
 #include <condition_variable>
 #include <deque>
-#include <iterator>
 #include <thread>
 #include <utility>
 
