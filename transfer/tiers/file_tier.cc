@@ -29,15 +29,6 @@ std::uint64_t max_segments() {
   return limit.rlim_cur - std::min<std::uint64_t>(limit.rlim_cur, kOtherFiles);
 }
 
-RecordHeader header_of(const PageKey& key, const PagePlace& place) {
-  return {.kind = RecordKind::kPage,
-          .key = key,
-          .offset = place.offset,
-          .length = place.length,
-          .page_crc = place.crc,
-          .durable_end = kBlockBytes};
-}
-
 FileTierOptions validated(const FileTierOptions& options) {
   const auto expect = [](bool fine, const std::string& what) {
     if (!fine) throw_error(ErrorCode::kInvalidArgument, "file tier: ", what);
@@ -67,13 +58,17 @@ FileTierOptions validated(const FileTierOptions& options) {
 
 }  // namespace
 
+RecordHeader header_of(const PageKey& key, const PagePlace& place) {
+  return {.kind = RecordKind::kPage,
+          .key = key,
+          .offset = place.offset,
+          .length = place.length,
+          .page_crc = place.crc,
+          .durable_end = kBlockBytes};
+}
+
 FileTier::State::State(const FileTierOptions& wanted)
-    : options(validated(wanted)),
-      folder({.folder = options.folder,
-              .segment_bytes = options.segment_bytes,
-              .direct = options.direct,
-              .unnamed = options.retain,
-              .ops = options.ops}) {
+    : options(validated(wanted)), folder(options) {
   std::string reason;
   if (options.ops != nullptr || !options.uring) reason = "io_uring is not wanted";
   const bool try_uring = reason.empty();
@@ -251,6 +246,12 @@ int FileTier::State::compact(std::uint64_t record) {
   return 0;
 }
 
+bool FileTier::State::contains(const PageKey& key, std::size_t bytes) const {
+  const std::lock_guard lock(mutex);
+  const PagePlace* place = index.find(key);
+  return place != nullptr && place->length == bytes;
+}
+
 bool FileTier::State::forget(const PageKey& key, const PagePlace& place) {
   const std::lock_guard lock(mutex);
   return index.erase(key, place);
@@ -317,9 +318,7 @@ void FileTier::remove(std::span<const PageKey> keys, Deadline deadline) {
 }
 
 bool FileTier::contains(const PageKey& key, std::size_t bytes) const {
-  const std::lock_guard lock(state_->mutex);
-  const PagePlace* place = state_->index.find(key);
-  return place != nullptr && place->length == bytes;
+  return state_->contains(key, bytes);
 }
 
 void FileTier::clear() {

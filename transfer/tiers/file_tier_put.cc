@@ -58,12 +58,6 @@ class FileTier::Put {
     return state_.appending = true;
   }
 
-  bool is_present(const TierPut& page) {
-    const std::lock_guard lock(state_.mutex);
-    const PagePlace* place = state_.index.find(page.key);
-    return place != nullptr && place->length == page.bytes.size();
-  }
-
   void append(IoChannel& io, Deadline deadline) {
     std::set<PageKey> of_this_group;
     const auto flush = [&] {
@@ -72,7 +66,7 @@ class FileTier::Put {
     };
     for (std::size_t i = 0; i < pages_.size(); ++i) {
       if (of_this_group.contains(pages_[i].key)) flush();
-      if (is_present(pages_[i])) {
+      if (state_.contains(pages_[i].key, pages_[i].bytes.size())) {
         pages_[i].status = TierStatus::kOk;
         continue;
       }
@@ -191,13 +185,9 @@ class FileTier::Put {
     const TierPut& page = pages_[record.page];
     if (at == 0) {
       const Segment& segment = *record.place.segment;
-      encode(RecordHeader{.kind = RecordKind::kPage,
-                          .key = page.key,
-                          .offset = record.place.offset,
-                          .length = record.place.length,
-                          .page_crc = record.place.crc,
-                          .durable_end = segment.durable_end},
-             segment.header, to.first<kBlockBytes>());
+      RecordHeader header = header_of(page.key, record.place);
+      header.durable_end = segment.durable_end;
+      encode(header, segment.header, to.first<kBlockBytes>());
       to = to.subspan(kBlockBytes);
       at = kBlockBytes;
     }

@@ -14,6 +14,9 @@
 
 namespace kvtier::tiers {
 
+/// The header of a page's record that vouches for no other.
+[[nodiscard]] RecordHeader header_of(const PageKey& key, const PagePlace& place);
+
 struct FileTier::State {
   explicit State(const FileTierOptions& wanted);
   ~State();
@@ -25,6 +28,8 @@ struct FileTier::State {
   int compact(std::uint64_t record);
   /// Ends the active segment: seals it when nothing in it is doubtful, deletes it when it is empty.
   void retire();
+  /// As `FileTier::contains`.
+  [[nodiscard]] bool contains(const PageKey& key, std::size_t bytes) const;
   /// Takes a page out of the index, if it is still at that place.
   bool forget(const PageKey& key, const PagePlace& place);
   /// Starts to overwrite a record as dead, with a tag or without. Returns false when no slot is

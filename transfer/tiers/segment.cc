@@ -34,12 +34,10 @@ std::uint64_t random_nonce() {
 
 Segment::~Segment() { ::close(fd); }
 
-SegmentFolder::SegmentFolder(const FolderOptions& options)
-    : ops_(options.ops != nullptr ? *options.ops : system_file_ops()),
-      folder_(options.folder),
-      segment_bytes_(options.segment_bytes),
-      direct_(options.direct),
-      unnamed_(options.unnamed) {
+SegmentFolder::SegmentFolder(const FileTierOptions& options)
+    : options_(options),
+      ops_(options.ops != nullptr ? *options.ops : system_file_ops()),
+      direct_(options.direct) {
   take_folder();
   take_lock();
   try {
@@ -53,18 +51,19 @@ SegmentFolder::SegmentFolder(const FolderOptions& options)
 SegmentFolder::~SegmentFolder() { ::close(lock_); }
 
 void SegmentFolder::take_folder() const {
-  if (::mkdir(folder_.c_str(), 0700) != 0 && errno != EEXIST) {
-    fail(ErrorCode::kUnavailable, folder_, std::string("cannot be made: ") + std::strerror(errno));
+  if (::mkdir(options_.folder.c_str(), 0700) != 0 && errno != EEXIST) {
+    fail(ErrorCode::kUnavailable, options_.folder,
+         std::string("cannot be made: ") + std::strerror(errno));
   }
   struct stat status {};
-  if (::stat(folder_.c_str(), &status) != 0) {
-    fail(ErrorCode::kUnavailable, folder_, std::strerror(errno));
+  if (::stat(options_.folder.c_str(), &status) != 0) {
+    fail(ErrorCode::kUnavailable, options_.folder, std::strerror(errno));
   }
   if (!S_ISDIR(status.st_mode)) {
-    fail(ErrorCode::kFailedPrecondition, folder_, "expected a folder, found another file");
+    fail(ErrorCode::kFailedPrecondition, options_.folder, "expected a folder, found another file");
   }
   if (status.st_uid != ::geteuid()) {
-    fail(ErrorCode::kFailedPrecondition, folder_,
+    fail(ErrorCode::kFailedPrecondition, options_.folder,
          "expected a folder of user " + std::to_string(::geteuid()) + ", found one of user " +
              std::to_string(status.st_uid));
   }
@@ -74,12 +73,13 @@ void SegmentFolder::take_folder() const {
       found[static_cast<std::size_t>(3 - i)] =
           static_cast<char>('0' + ((status.st_mode >> (3 * i)) & 7U));
     }
-    fail(ErrorCode::kFailedPrecondition, folder_, "expected permission 0700, found " + found);
+    fail(ErrorCode::kFailedPrecondition, options_.folder,
+         "expected permission 0700, found " + found);
   }
 }
 
 void SegmentFolder::take_lock() {
-  const std::filesystem::path path = folder_ / "lock";
+  const std::filesystem::path path = options_.folder / "lock";
   lock_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (lock_ < 0) fail(ErrorCode::kUnavailable, path, std::strerror(errno));
   if (::flock(lock_, LOCK_EX | LOCK_NB) != 0) {
@@ -87,7 +87,7 @@ void SegmentFolder::take_lock() {
     const ssize_t count = ::pread(lock_, owner.data(), owner.size(), 0);
     owner.resize(count > 0 ? static_cast<std::size_t>(count) : 0);
     ::close(lock_);
-    fail(ErrorCode::kFailedPrecondition, folder_,
+    fail(ErrorCode::kFailedPrecondition, options_.folder,
          "expected a folder that no process uses, found it locked by process " + owner);
   }
   const std::string self = std::to_string(::getpid());
@@ -102,7 +102,7 @@ void SegmentFolder::take_lock() {
 // A file system may take the flag and refuse the transfer.
 void SegmentFolder::probe() {
   if (!direct_) return;
-  const std::filesystem::path path = folder_ / "probe";
+  const std::filesystem::path path = options_.folder / "probe";
   const AlignedBuffer block(kBlockBytes);
   const int fd =
       ops_.open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW | O_DIRECT, 0600);
@@ -120,7 +120,7 @@ int SegmentFolder::open(const std::filesystem::path& path, int flags) {
 }
 
 int SegmentFolder::sync_folder() {
-  const int fd = ops_.open(folder_, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
+  const int fd = ops_.open(options_.folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
   if (fd < 0) return errno;
   const int error = ops_.fsync(fd) == 0 ? 0 : errno;
   ::close(fd);
@@ -131,8 +131,8 @@ std::vector<std::shared_ptr<Segment>> SegmentFolder::open_all() {
   std::vector<std::shared_ptr<Segment>> segments;
   const AlignedBuffer block(kBlockBytes);
   std::error_code listing;
-  const std::filesystem::directory_iterator files(folder_, listing);
-  if (listing) fail(ErrorCode::kUnavailable, folder_, listing.message());
+  const std::filesystem::directory_iterator files(options_.folder, listing);
+  if (listing) fail(ErrorCode::kUnavailable, options_.folder, listing.message());
   for (const auto& file : files) {
     if (file.path().extension() != kSuffix) continue;
     const int fd = open(file.path(), 0);
@@ -157,22 +157,23 @@ std::vector<std::shared_ptr<Segment>> SegmentFolder::open_all() {
 
 std::shared_ptr<Segment> SegmentFolder::create(int& error) {
   const std::uint64_t generation = next_generation_++;
-  const std::filesystem::path path = folder_ / name_of(generation);
+  const std::filesystem::path path = options_.folder / name_of(generation);
   const int fd = open(path, O_CREAT | O_EXCL);
   if (fd < 0) {
     error = errno;
     return nullptr;
   }
   auto segment = std::make_shared<Segment>(ops_, path, fd);
-  segment->header = {.generation = generation, .nonce = random_nonce(), .bytes = segment_bytes_};
-  error = ops_.fallocate(fd, segment_bytes_) == 0 ? 0 : errno;
+  segment->header = {
+      .generation = generation, .nonce = random_nonce(), .bytes = options_.segment_bytes};
+  error = ops_.fallocate(fd, options_.segment_bytes) == 0 ? 0 : errno;
   if (error == EOPNOTSUPP) error = 0;  // it grows, then
   const AlignedBuffer block(kBlockBytes);
   encode(segment->header, block.bytes().first<kBlockBytes>());
   if (error == 0) error = ops_.write_all(fd, block.bytes(), 0);
   if (error == 0 && ops_.fdatasync(fd) != 0) error = errno;
-  if (error == 0 && unnamed_) error = ops_.unlink(path) == 0 ? 0 : errno;
-  if (error == 0 && !unnamed_) error = sync_folder();
+  if (error == 0 && options_.retain) error = ops_.unlink(path) == 0 ? 0 : errno;
+  if (error == 0 && !options_.retain) error = sync_folder();
   if (error != 0) {
     remove(*segment);
     return nullptr;

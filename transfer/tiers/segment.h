@@ -1,6 +1,7 @@
 #pragma once
 
 #include "transfer/tiers/file_ops.h"
+#include "transfer/tiers/file_tier.h"
 #include "transfer/tiers/segment_format.h"
 
 #include <cstdint>
@@ -37,23 +38,14 @@ struct Segment {
   bool referenced = false;    ///< Read since the hand of the clock passed.
 };
 
-/// What a folder's log is made of.
-struct FolderOptions {
-  std::filesystem::path folder;
-  std::uint64_t segment_bytes = 0;
-  bool direct = true;  ///< Try O_DIRECT.
-  /// No folder names a new segment once it is open, so that nothing outlives the process.
-  bool unnamed = false;
-  FileOps* ops = nullptr;
-};
-
 /// The folder of a tier: made with permission 0700, locked, and its segment files.
 ///
 /// Throws `kFailedPrecondition` when another process or tier has it, when others may enter it, or
 /// when it is not a folder of this user, `kUnavailable` when it cannot be made or written.
 class SegmentFolder {
  public:
-  explicit SegmentFolder(const FolderOptions& options);
+  /// `options` outlive it.
+  explicit SegmentFolder(const FileTierOptions& options);
   ~SegmentFolder();
   SegmentFolder(const SegmentFolder&) = delete;  // owns a lock
   SegmentFolder& operator=(const SegmentFolder&) = delete;
@@ -79,11 +71,9 @@ class SegmentFolder {
   [[nodiscard]] int open(const std::filesystem::path& path, int flags);
   [[nodiscard]] int sync_folder();
 
+  const FileTierOptions& options_;
   FileOps& ops_;
-  std::filesystem::path folder_;
-  std::uint64_t segment_bytes_;
   bool direct_;
-  bool unnamed_;
   std::string why_buffered_;
   int lock_ = -1;
   std::uint64_t next_generation_ = 1;
