@@ -81,327 +81,6 @@ struct Outputs {
   scoring::MissedBatch missed;
 };
 
-/// The launches of an attend, a select or a prefetch, in the order of `run`.
-class Step {
- public:
-  Step(SubmissionScope& scope, EngineState& engine, int layer)
-      : scope_(scope), engine_(engine), workspace_(engine.workspace), layer_(layer) {}
-
-  void add(Launch& launch, const Slice& slice) const;
-  /// Returns whether the launch attends to all tokens because that is faster.
-  [[nodiscard]] bool dense_is_faster(Launch& launch) const;
-  /// `after_append`: nothing was enqueued since the append.
-  void run(Launch& launch, bool after_append);
-
- private:
-  [[nodiscard]] transfer::Stream& stream() const { return scope_.stream(); }
-  /// Returns whether the launch may find pages evicted.
-  [[nodiscard]] bool pages_may_be_evicted() const {
-    return engine_.pools.pages->has_tiers() && !scope_.capturing();
-  }
-  /// Tokens that the launch may find. A captured one is replayed up to the capacity.
-  [[nodiscard]] std::int64_t tokens_of(const LayerState& layer) const {
-    return scope_.capturing() ? layer.capacity : layer.length;
-  }
-  [[nodiscard]] transfer::StepFlags* flags(const Launch& launch) const;
-  [[nodiscard]] std::vector<LayerState*> layers(const Launch& launch) const;
-  [[nodiscard]] static transfer::Batch<transfer::StepFlags*> session_flags(const Launch& launch);
-  [[nodiscard]] scoring::SelectRequest select_request(const Launch& launch,
-                                                      const QueriesRead& read) const;
-  /// What attention reads.
-  [[nodiscard]] transfer::RowReading row_reading(const Launch& launch,
-                                                 const transfer::SelectionView& selection) const;
-  [[nodiscard]] std::int64_t max_selected(const Launch& launch) const;
-  const scoring::SelectionPlan& plan(Launch& launch) const;
-
-  void prefetch(Launch& launch);
-  void select(Launch& launch, bool after_append);
-  void attend(Launch& launch, bool after_append);
-
-  // The stages, in their order.
-  bool hold_weighed_rows(Launch& launch);
-  QueriesRead read_queries(Launch& launch, bool after_append, bool repeated = false);
-  [[nodiscard]] bool selection_attends(const QueriesRead& read) const;
-  transfer::SelectionView choose(const Launch& launch, const QueriesRead& read,
-                                 const attention::AttendTargets* attend = nullptr);
-  bool ensure_resident(Launch& launch, TieredLaunch& tiered, QueriesRead& read,
-                       transfer::SelectionView& selection);
-  transfer::RowCachePlaces gather(const Launch& launch, const transfer::SelectionView& selection);
-  [[nodiscard]] Outputs make_outputs(const Launch& launch) const;
-  void select_none(const Launch& launch);
-  void export_ids(const Launch& launch, const QueriesRead& read, const SelectOutputs& outputs);
-  void finish_attend(const Launch& launch, const QueriesRead& read, Outputs& outputs);
-
-  SubmissionScope& scope_;
-  EngineState& engine_;
-  Workspace& workspace_;
-  int layer_;
-};
-
-void Step::add(Launch& launch, const Slice& slice) const {
-  const AttendPart& part = *slice.part;
-  const LayerState& state = part.session->layer(layer_);
-  const std::int64_t total = part.inputs.query.shape[0] + part.options.tokens_after;
-  for (std::int64_t t = slice.begin; t < slice.begin + slice.count; ++t) {
-    launch.queries.push({.sequence = launch.sequences.count,
-                         .lag = static_cast<std::int32_t>(total - 1 - t),
-                         .dense_from = part.options.dense_from});
-  }
-  launch.sequences.push(state.view);
-  launch.sketches.push(is_sparse(part) ? state.slabs[part.sketch].device_addresses() : nullptr);
-  launch.max_length = std::max(launch.max_length, tokens_of(state));
-  launch.least_length = std::min(launch.least_length, tokens_of(state));
-  launch.slices.push_back(slice);
-}
-
-const scoring::SelectionPlan& Step::plan(Launch& launch) const {
-  if (!launch.plan) {
-    launch.plan =
-        workspace_.selector.plan(select_request(launch, {}), launch.options().recall_params.active);
-  }
-  return *launch.plan;
-}
-
-bool Step::dense_is_faster(Launch& launch) const {
-  const AttendPart& first = launch.first();
-  const ResolvedOptions& options = first.options;
-  const auto wants_missed = [](const Slice& slice) { return !slice.part->outputs.missed.empty(); };
-  if (!options.may_be_dense || first.prefetches || has_ids(first) ||
-      launch.least_length < scoring::kLeastDenseTokens ||
-      std::ranges::any_of(launch.slices, wants_missed)) {
-    return false;
-  }
-  const transfer::KvGeometry& kv = engine_.kv;
-  const bool per_head = options.params.selection == Selection::kPerQueryHead;
-  scoring::LaunchCost cost{.path = plan(launch).path,
-                           .recall = options.recall_params.active,
-                           .group = kv.group(),
-                           .least_tokens = launch.least_length,
-                           .row_bytes = static_cast<double>(kv.row_bytes()),
-                           .read_gbps = workspace_.selector.device().read_gbps};
-  for (const Slice& slice : launch.slices) {
-    const std::int64_t tokens = tokens_of(slice.part->session->layer(layer_));
-    const std::int64_t selected =
-        std::min(tokens, max_per_query(options.params, tokens) * (per_head ? kv.group() : 1));
-    const std::int64_t sets = slice.count * kv.kv_heads;
-    cost.pairs += static_cast<double>(tokens * sets);
-    cost.selected += static_cast<double>(selected * sets);
-  }
-  return scoring::dense_is_faster(cost);
-}
-
-void Step::run(Launch& launch, bool after_append) {
-  const AttendPart& first = launch.first();
-  if (first.prefetches) {
-    prefetch(launch);
-  } else {
-    const PagePool::Counters& pages = engine_.pools.pages->counters();
-    const std::uint64_t restored = pages.restored;
-    if (pages_may_be_evicted() && hold_weighed_rows(launch)) after_append = false;
-    if (first.select.ids.empty()) {
-      attend(launch, after_append);
-    } else {
-      select(launch, after_append);
-    }
-    if (pages.restored != restored) ++engine_.statistics.cold_steps;
-  }
-  workspace_.staging.finish(stream());
-}
-
-/// Waits for the pages of always-attended tokens where these are weighed before a selection.
-/// Returns whether any are, also where they are too many and most tokens are taken instead.
-bool Step::hold_weighed_rows(Launch& launch) {
-  const bool recall = launch.options().recall_params.active;
-  if (!launch.scores() || !(recall || launch.params().threshold > 0.0F)) return false;
-  const std::size_t too_many = ensure_static_resident(stream(), engine_, layers(launch),
-                                                      launch.options().rule, launch.queries);
-  if (too_many == 0) return true;
-  if (recall) fail_too_many(engine_, too_many);
-  launch.takes_most = true;
-  launch.plan.reset();
-  return true;
-}
-
-/// Rows are prefetched only where nothing has to be waited for.
-void Step::prefetch(Launch& launch) {
-  if (pages_may_be_evicted() && !TieredLaunch::all_resident(stream(), layers(launch))) return;
-  const transfer::SelectionView selection = choose(launch, read_queries(launch, false));
-  const std::vector<LayerState*> layers = this->layers(launch);
-  StageTimer timer(scope_, engine_, engine_.statistics.seconds.fetch);
-  enqueue_row_prefetch(stream(), engine_.pools,
-                       {.layers = layers,
-                        .reading = row_reading(launch, selection),
-                        .flags = flags(launch),
-                        .capturing = scope_.capturing()});
-  timer.stop();
-}
-
-void Step::select(Launch& launch, bool after_append) {
-  const QueriesRead read = read_queries(launch, after_append);
-  (void)choose(launch, read);
-  export_ids(launch, read, launch.first().select);
-}
-
-void Step::attend(Launch& launch, bool after_append) {
-  const ResolvedOptions& options = launch.options();
-  QueriesRead read = read_queries(launch, after_append);
-  if (selection_attends(read)) {
-    Outputs outputs = make_outputs(launch);
-    const attention::AttendTargets targets{.softmax_scale = options.softmax_scale,
-                                           .logit_softcap = options.logit_softcap,
-                                           .outputs = outputs.results};
-    (void)choose(launch, read, &targets);
-    return finish_attend(launch, read, outputs);
-  }
-
-  attention::AttendRequest request{.kv = engine_.kv,
-                                   .rule = launch.rule(),
-                                   .sequences = launch.sequences,
-                                   .query_batch = launch.queries,
-                                   .queries = workspace_.queries.as<float>(),
-                                   .softmax_scale = options.softmax_scale,
-                                   .logit_softcap = options.logit_softcap,
-                                   .max_length = launch.max_length,
-                                   .flags = flags(launch),
-                                   .pages_on_device = engine_.pools.pages_on_device,
-                                   .places = {}};
-  transfer::SelectionView selection;
-  std::int64_t most = 0;
-  if (launch.sparse()) {
-    selection = choose(launch, read);
-    most = max_selected(launch);
-    request.k_known = read.plan.k_known;
-    request.top_k = options.params.top_k;
-    request.sparsity = options.params.sparsity;
-  } else if (read.unread) {
-    request.items = &read.unread->items;
-    if (read.unread->after_append && request.rule.mode == LayerMode::kDense &&
-        engine_.pools.pages_on_device) {
-      request.appending_tokens = hashing::kMostOverlappedTokens;
-    }
-  }
-  if (const std::vector<LayerState*> layers = this->layers(launch);
-      pages_may_be_evicted() && !TieredLaunch::all_resident(stream(), layers)) {
-    StageTimer timer(scope_, engine_, engine_.statistics.seconds.fetch);
-    TieredLaunch tiered(stream(), engine_, layers, request);
-    if (!ensure_resident(launch, tiered, read, selection)) {
-      Outputs outputs = make_outputs(launch);
-      tiered.attend(selection, most, outputs.results, session_flags(launch));
-      timer.stop();
-      return finish_attend(launch, read, outputs);
-    }
-    timer.stop();
-  }
-  request.places = gather(launch, selection);
-  Outputs outputs = make_outputs(launch);
-  StageTimer timer(scope_, engine_, engine_.statistics.seconds.attend);
-  workspace_.flash.attend(stream(), request, selection, most, outputs.results);
-  timer.stop();
-  finish_attend(launch, read, outputs);
-}
-
-transfer::StepFlags* Step::flags(const Launch& launch) const {
-  return launch.sparse() ? engine_.statistics.of_sketch(launch.first().sketch)
-                         : engine_.statistics.unscored();
-}
-
-std::vector<LayerState*> Step::layers(const Launch& launch) const {
-  std::vector<LayerState*> layers;
-  for (const Slice& slice : launch.slices) layers.push_back(&slice.part->session->layer(layer_));
-  return layers;
-}
-
-transfer::Batch<transfer::StepFlags*> Step::session_flags(const Launch& launch) {
-  transfer::Batch<transfer::StepFlags*> flags;
-  for (const Slice& slice : launch.slices) flags.push(slice.part->session->flags());
-  return flags;
-}
-
-scoring::SelectRequest Step::select_request(const Launch& launch, const QueriesRead& read) const {
-  const SketchStore& store = engine_.pools.sketches[launch.first().sketch];
-  return {.params = launch.params(),
-          .rule = launch.options().rule,
-          .kv = engine_.kv,
-          .sketch = store.geometry,
-          .planes = store.planes.view(),
-          .sequences = launch.sequences,
-          .sketches = launch.sketches,
-          .query_batch = launch.queries,
-          .queries = workspace_.queries.as<float>(),
-          .max_length = launch.max_length,
-          .flags = read.repeated ? engine_.statistics.repeated() : flags(launch),
-          .keep_scores = !launch.first().select.scores.empty(),
-          .tables_built = launch.scores(),
-          .input = read.unread ? &*read.unread : nullptr,
-          .packed = workspace_.queries.as<float>()};
-}
-
-transfer::RowReading Step::row_reading(const Launch& launch,
-                                       const transfer::SelectionView& selection) const {
-  return {.sequences = launch.sequences,
-          .flags = session_flags(launch),
-          .query_batch = launch.queries,
-          .selection = selection,
-          .rule = launch.rule(),
-          .frames = engine_.pools.frame_checks};
-}
-
-std::int64_t Step::max_selected(const Launch& launch) const {
-  const TensorView& given = launch.first().inputs.selected;
-  if (!given.empty()) {
-    const std::int64_t lists = std::max<std::int64_t>(1, given.shape[1] / engine_.kv.kv_heads);
-    return std::min(launch.max_length, given.shape[2] * lists);
-  }
-  const scoring::ScoreParams& params = launch.options().params;
-  const bool per_head = params.selection == Selection::kPerQueryHead;
-  return std::min(launch.max_length,
-                  max_per_query(params, launch.max_length) * (per_head ? engine_.kv.group() : 1));
-}
-
-QueriesRead Step::read_queries(Launch& launch, bool after_append, bool repeated) {
-  transfer::QueryItems items;
-  for (const Slice& slice : launch.slices) {
-    SessionState& session = *slice.part->session;
-    const TensorView& query = slice.part->inputs.query;
-    const HostStaging::Slice on_device =
-        workspace_.staging.input(stream(), query, slice.begin, slice.count);
-    for (std::int64_t t = 0; t < slice.count; ++t) {
-      items.push({.query = on_device.tokens(query.dtype),
-                  .token = static_cast<std::int32_t>(t),
-                  .lag = launch.queries[items.count].lag,
-                  .flags = repeated ? engine_.statistics.repeated() : session.flags(),
-                  .counters = session.layer(layer_).view.counters,
-                  .layer = layer_});
-    }
-  }
-  auto* const packed = workspace_.queries.as<float>();
-  QueriesRead read{.repeated = repeated};
-  const scoring::QueryInput input{.kv = engine_.kv, .items = items, .after_append = after_append};
-  if (!launch.scores()) {
-    const bool on_gpu = stream().native() != nullptr;
-    if (on_gpu && !launch.sparse() && !pages_may_be_evicted()) {
-      read.unread = input;
-    } else {
-      transfer::pack_queries(stream(), engine_.kv, items, packed);
-    }
-    return read;
-  }
-  read.plan = plan(launch);
-  if (read.plan.reads_queries) {
-    read.unread = input;
-    return read;
-  }
-  const SketchStore& store = engine_.pools.sketches[launch.first().sketch];
-  workspace_.selector.read_queries(stream(), launch.params(), store.planes.view(), input, packed);
-  return read;
-}
-
-/// Whether one kernel selects and attends. Stages that are timed apart run apart.
-bool Step::selection_attends(const QueriesRead& read) const {
-  return read.plan.attends && !engine_.pools.pages->has_tiers() && !engine_.config.time_stages &&
-         engine_.pools.pages_on_device;
-}
-
 scoring::IdTensor id_tensor(const HostStaging::Slice& slice, const TensorView& tensor) {
   return {.data = static_cast<std::int32_t*>(slice.data),
           .query_stride = slice.token_stride,
@@ -416,146 +95,440 @@ scoring::IdFloats id_floats(const HostStaging::Slice& slice) {
           .head_stride = slice.head_stride};
 }
 
-/// Selects, or takes the caller's ids. Where `attend` is given, the selection's kernel attends too.
-transfer::SelectionView Step::choose(const Launch& launch, const QueriesRead& read,
-                                     const attention::AttendTargets* attend) {
-  const Slice& first = launch.slices.front();
-  const TensorView& given = first.part->inputs.selected;
-  StageTimer timer(scope_, engine_, engine_.statistics.seconds.score);
-  scoring::SelectRequest request = select_request(launch, read);
-  transfer::SelectionView selection;
-  if (given.empty()) {
-    request.attend = attend;
-    selection = workspace_.selector.select(stream(), request, launch.options().recall_params);
-  } else {
-    const HostStaging::Slice ids =
-        workspace_.staging.input(stream(), given, first.begin, first.count);
-    const TensorView& bias = first.part->inputs.bias;
-    HostStaging::Slice biases;
-    if (!bias.empty()) {
-      biases = workspace_.staging.input(stream(), bias, first.begin, first.count);
+/// The launches of an attend, a select or a prefetch, in the order of `run`.
+class Step {
+ public:
+  Step(SubmissionScope& scope, EngineState& engine, int layer)
+      : scope_(scope), engine_(engine), workspace_(engine.workspace), layer_(layer) {}
+
+  void add(Launch& launch, const Slice& slice) const {
+    const AttendPart& part = *slice.part;
+    const LayerState& state = part.session->layer(layer_);
+    const std::int64_t total = part.inputs.query.shape[0] + part.options.tokens_after;
+    for (std::int64_t t = slice.begin; t < slice.begin + slice.count; ++t) {
+      launch.queries.push({.sequence = launch.sequences.count,
+                           .lag = static_cast<std::int32_t>(total - 1 - t),
+                           .dense_from = part.options.dense_from});
     }
-    selection =
-        workspace_.selector.adopt(stream(), request, id_tensor(ids, given), id_floats(biases));
+    launch.sequences.push(state.view);
+    launch.sketches.push(is_sparse(part) ? state.slabs[part.sketch].device_addresses() : nullptr);
+    launch.max_length = std::max(launch.max_length, tokens_of(state));
+    launch.least_length = std::min(launch.least_length, tokens_of(state));
+    launch.slices.push_back(slice);
   }
-  timer.stop();
-  return selection;
-}
 
-/// Waits for the pages of a selection. Makes it again when other calls have used the workspace
-/// meanwhile: it is the same, and its pages are resident, unless they are too many at once. Then
-/// others may have taken the frames of rows that it weighs. Returns false when the pages are too
-/// many.
-bool Step::ensure_resident(Launch& launch, TieredLaunch& tiered, QueriesRead& read,
-                           transfer::SelectionView& selection) {
-  (void)scope_.workspace_lost();
-  bool together = tiered.ensure_resident(selection);
-  while (scope_.workspace_lost()) {
-    if (!together) (void)hold_weighed_rows(launch);
-    (void)scope_.workspace_lost();  // it has nothing of the call
-    read = read_queries(launch, false, /*repeated=*/true);
-    if (launch.sparse()) selection = choose(launch, read);
-    together = tiered.ensure_resident(selection);
+  /// Returns whether the launch attends to all tokens because that is faster.
+  [[nodiscard]] bool dense_is_faster(Launch& launch) const {
+    const AttendPart& first = launch.first();
+    const ResolvedOptions& options = first.options;
+    const auto wants_missed = [](const Slice& slice) {
+      return !slice.part->outputs.missed.empty();
+    };
+    if (!options.may_be_dense || first.prefetches || has_ids(first) ||
+        launch.least_length < scoring::kLeastDenseTokens ||
+        std::ranges::any_of(launch.slices, wants_missed)) {
+      return false;
+    }
+    const transfer::KvGeometry& kv = engine_.kv;
+    const bool per_head = options.params.selection == Selection::kPerQueryHead;
+    scoring::LaunchCost cost{.path = plan(launch).path,
+                             .recall = options.recall_params.active,
+                             .group = kv.group(),
+                             .least_tokens = launch.least_length,
+                             .row_bytes = static_cast<double>(kv.row_bytes()),
+                             .read_gbps = workspace_.selector.device().read_gbps};
+    for (const Slice& slice : launch.slices) {
+      const std::int64_t tokens = tokens_of(slice.part->session->layer(layer_));
+      const std::int64_t selected =
+          std::min(tokens, max_per_query(options.params, tokens) * (per_head ? kv.group() : 1));
+      const std::int64_t sets = slice.count * kv.kv_heads;
+      cost.pairs += static_cast<double>(tokens * sets);
+      cost.selected += static_cast<double>(selected * sets);
+    }
+    return scoring::dense_is_faster(cost);
   }
-  read.repeated = false;
-  return together;
-}
 
-/// Copies selected rows to staging, where there is any, and compares with their checks those that
-/// attention reads. Returns where cached rows are.
-transfer::RowCachePlaces Step::gather(const Launch& launch,
-                                      const transfer::SelectionView& selection) {
-  if (selection.staged_capacity > 0) {
-    StageTimer timer(scope_, engine_, engine_.statistics.seconds.fetch);
+  /// `after_append`: nothing was enqueued since the append.
+  void run(Launch& launch, bool after_append) {
+    const AttendPart& first = launch.first();
+    if (first.prefetches) {
+      prefetch(launch);
+    } else {
+      const PagePool::Counters& pages = engine_.pools.pages->counters();
+      const std::uint64_t restored = pages.restored;
+      if (pages_may_be_evicted() && hold_weighed_rows(launch)) after_append = false;
+      if (first.select.ids.empty()) {
+        attend(launch, after_append);
+      } else {
+        select(launch, after_append);
+      }
+      if (pages.restored != restored) ++engine_.statistics.cold_steps;
+    }
+    workspace_.staging.finish(stream());
+  }
+
+ private:
+  [[nodiscard]] transfer::Stream& stream() const { return scope_.stream(); }
+  /// Returns whether the launch may find pages evicted.
+  [[nodiscard]] bool pages_may_be_evicted() const {
+    return engine_.pools.pages->has_tiers() && !scope_.capturing();
+  }
+  /// Tokens that the launch may find. A captured one is replayed up to the capacity.
+  [[nodiscard]] std::int64_t tokens_of(const LayerState& layer) const {
+    return scope_.capturing() ? layer.capacity : layer.length;
+  }
+  [[nodiscard]] transfer::StepFlags* flags(const Launch& launch) const {
+    return launch.sparse() ? engine_.statistics.of_sketch(launch.first().sketch)
+                           : engine_.statistics.unscored();
+  }
+
+  [[nodiscard]] std::vector<LayerState*> layers(const Launch& launch) const {
+    std::vector<LayerState*> layers;
+    for (const Slice& slice : launch.slices) layers.push_back(&slice.part->session->layer(layer_));
+    return layers;
+  }
+
+  [[nodiscard]] static transfer::Batch<transfer::StepFlags*> session_flags(const Launch& launch) {
+    transfer::Batch<transfer::StepFlags*> flags;
+    for (const Slice& slice : launch.slices) flags.push(slice.part->session->flags());
+    return flags;
+  }
+
+  [[nodiscard]] scoring::SelectRequest select_request(const Launch& launch,
+                                                      const QueriesRead& read) const {
+    const SketchStore& store = engine_.pools.sketches[launch.first().sketch];
+    return {.params = launch.params(),
+            .rule = launch.options().rule,
+            .kv = engine_.kv,
+            .sketch = store.geometry,
+            .planes = store.planes.view(),
+            .sequences = launch.sequences,
+            .sketches = launch.sketches,
+            .query_batch = launch.queries,
+            .queries = workspace_.queries.as<float>(),
+            .max_length = launch.max_length,
+            .flags = read.repeated ? engine_.statistics.repeated() : flags(launch),
+            .keep_scores = !launch.first().select.scores.empty(),
+            .tables_built = launch.scores(),
+            .input = read.unread ? &*read.unread : nullptr,
+            .packed = workspace_.queries.as<float>()};
+  }
+
+  /// What attention reads.
+  [[nodiscard]] transfer::RowReading row_reading(const Launch& launch,
+                                                 const transfer::SelectionView& selection) const {
+    return {.sequences = launch.sequences,
+            .flags = session_flags(launch),
+            .query_batch = launch.queries,
+            .selection = selection,
+            .rule = launch.rule(),
+            .frames = engine_.pools.frame_checks};
+  }
+
+  [[nodiscard]] std::int64_t max_selected(const Launch& launch) const {
+    const TensorView& given = launch.first().inputs.selected;
+    if (!given.empty()) {
+      const std::int64_t lists = std::max<std::int64_t>(1, given.shape[1] / engine_.kv.kv_heads);
+      return std::min(launch.max_length, given.shape[2] * lists);
+    }
+    const scoring::ScoreParams& params = launch.options().params;
+    const bool per_head = params.selection == Selection::kPerQueryHead;
+    return std::min(launch.max_length,
+                    max_per_query(params, launch.max_length) * (per_head ? engine_.kv.group() : 1));
+  }
+
+  const scoring::SelectionPlan& plan(Launch& launch) const {
+    if (!launch.plan) {
+      launch.plan = workspace_.selector.plan(select_request(launch, {}),
+                                             launch.options().recall_params.active);
+    }
+    return *launch.plan;
+  }
+
+  /// Rows are prefetched only where nothing has to be waited for.
+  void prefetch(Launch& launch) {
+    if (pages_may_be_evicted() && !TieredLaunch::all_resident(stream(), layers(launch))) return;
+    const transfer::SelectionView selection = choose(launch, read_queries(launch, false));
     const std::vector<LayerState*> layers = this->layers(launch);
-    const transfer::RowCachePlaces places = fetch_rows(stream(), engine_.pools,
-                                                       {.layers = layers,
-                                                        .reading = row_reading(launch, selection),
-                                                        .flags = flags(launch),
-                                                        .capturing = scope_.capturing()});
+    StageTimer timer(scope_, engine_, engine_.statistics.seconds.fetch);
+    enqueue_row_prefetch(stream(), engine_.pools,
+                         {.layers = layers,
+                          .reading = row_reading(launch, selection),
+                          .flags = flags(launch),
+                          .capturing = scope_.capturing()});
     timer.stop();
-    return places;
   }
-  if (engine_.kv.row_checks) {
-    transfer::verify_rows(stream(), engine_.kv, row_reading(launch, selection));
-  }
-  return {};
-}
 
-Outputs Step::make_outputs(const Launch& launch) const {
-  Outputs outputs;
-  for (const Slice& slice : launch.slices) {
-    const AttendOutputs& to = slice.part->outputs;
+  void select(Launch& launch, bool after_append) {
+    const QueriesRead read = read_queries(launch, after_append);
+    (void)choose(launch, read);
+    export_ids(launch, read, launch.first().select);
+  }
+
+  void attend(Launch& launch, bool after_append) {
+    const ResolvedOptions& options = launch.options();
+    QueriesRead read = read_queries(launch, after_append);
+    if (selection_attends(read)) {
+      Outputs outputs = make_outputs(launch);
+      const attention::AttendTargets targets{.softmax_scale = options.softmax_scale,
+                                             .logit_softcap = options.logit_softcap,
+                                             .outputs = outputs.results};
+      (void)choose(launch, read, &targets);
+      return finish_attend(launch, read, outputs);
+    }
+
+    attention::AttendRequest request{.kv = engine_.kv,
+                                     .rule = launch.rule(),
+                                     .sequences = launch.sequences,
+                                     .query_batch = launch.queries,
+                                     .queries = workspace_.queries.as<float>(),
+                                     .softmax_scale = options.softmax_scale,
+                                     .logit_softcap = options.logit_softcap,
+                                     .max_length = launch.max_length,
+                                     .flags = flags(launch),
+                                     .pages_on_device = engine_.pools.pages_on_device,
+                                     .places = {}};
+    transfer::SelectionView selection;
+    std::int64_t most = 0;
+    if (launch.sparse()) {
+      selection = choose(launch, read);
+      most = max_selected(launch);
+      request.k_known = read.plan.k_known;
+      request.top_k = options.params.top_k;
+      request.sparsity = options.params.sparsity;
+    } else if (read.unread) {
+      request.items = &read.unread->items;
+      if (read.unread->after_append && request.rule.mode == LayerMode::kDense &&
+          engine_.pools.pages_on_device) {
+        request.appending_tokens = hashing::kMostOverlappedTokens;
+      }
+    }
+    if (const std::vector<LayerState*> layers = this->layers(launch);
+        pages_may_be_evicted() && !TieredLaunch::all_resident(stream(), layers)) {
+      StageTimer timer(scope_, engine_, engine_.statistics.seconds.fetch);
+      TieredLaunch tiered(stream(), engine_, layers, request);
+      if (!ensure_resident(launch, tiered, read, selection)) {
+        Outputs outputs = make_outputs(launch);
+        tiered.attend(selection, most, outputs.results, session_flags(launch));
+        timer.stop();
+        return finish_attend(launch, read, outputs);
+      }
+      timer.stop();
+    }
+    request.places = gather(launch, selection);
+    Outputs outputs = make_outputs(launch);
+    StageTimer timer(scope_, engine_, engine_.statistics.seconds.attend);
+    workspace_.flash.attend(stream(), request, selection, most, outputs.results);
+    timer.stop();
+    finish_attend(launch, read, outputs);
+  }
+
+  // The stages, in their order.
+
+  /// Waits for the pages of always-attended tokens where these are weighed before a selection.
+  /// Returns whether any are, also where they are too many and most tokens are taken instead.
+  bool hold_weighed_rows(Launch& launch) {
+    const bool recall = launch.options().recall_params.active;
+    if (!launch.scores() || !(recall || launch.params().threshold > 0.0F)) return false;
+    const std::size_t too_many = ensure_static_resident(stream(), engine_, layers(launch),
+                                                        launch.options().rule, launch.queries);
+    if (too_many == 0) return true;
+    if (recall) fail_too_many(engine_, too_many);
+    launch.takes_most = true;
+    launch.plan.reset();
+    return true;
+  }
+
+  QueriesRead read_queries(Launch& launch, bool after_append, bool repeated = false) {
+    transfer::QueryItems items;
+    for (const Slice& slice : launch.slices) {
+      SessionState& session = *slice.part->session;
+      const TensorView& query = slice.part->inputs.query;
+      const HostStaging::Slice on_device =
+          workspace_.staging.input(stream(), query, slice.begin, slice.count);
+      for (std::int64_t t = 0; t < slice.count; ++t) {
+        items.push({.query = on_device.tokens(query.dtype),
+                    .token = static_cast<std::int32_t>(t),
+                    .lag = launch.queries[items.count].lag,
+                    .flags = repeated ? engine_.statistics.repeated() : session.flags(),
+                    .counters = session.layer(layer_).view.counters,
+                    .layer = layer_});
+      }
+    }
+    auto* const packed = workspace_.queries.as<float>();
+    QueriesRead read{.repeated = repeated};
+    const scoring::QueryInput input{.kv = engine_.kv, .items = items, .after_append = after_append};
+    if (!launch.scores()) {
+      const bool on_gpu = stream().native() != nullptr;
+      if (on_gpu && !launch.sparse() && !pages_may_be_evicted()) {
+        read.unread = input;
+      } else {
+        transfer::pack_queries(stream(), engine_.kv, items, packed);
+      }
+      return read;
+    }
+    read.plan = plan(launch);
+    if (read.plan.reads_queries) {
+      read.unread = input;
+      return read;
+    }
+    const SketchStore& store = engine_.pools.sketches[launch.first().sketch];
+    workspace_.selector.read_queries(stream(), launch.params(), store.planes.view(), input, packed);
+    return read;
+  }
+
+  /// Whether one kernel selects and attends. Stages that are timed apart run apart.
+  [[nodiscard]] bool selection_attends(const QueriesRead& read) const {
+    return read.plan.attends && !engine_.pools.pages->has_tiers() && !engine_.config.time_stages &&
+           engine_.pools.pages_on_device;
+  }
+
+  /// Selects, or takes the caller's ids. Where `attend` is given, the selection's kernel attends
+  /// too.
+  transfer::SelectionView choose(const Launch& launch, const QueriesRead& read,
+                                 const attention::AttendTargets* attend = nullptr) {
+    const Slice& first = launch.slices.front();
+    const TensorView& given = first.part->inputs.selected;
+    StageTimer timer(scope_, engine_, engine_.statistics.seconds.score);
+    scoring::SelectRequest request = select_request(launch, read);
+    transfer::SelectionView selection;
+    if (given.empty()) {
+      request.attend = attend;
+      selection = workspace_.selector.select(stream(), request, launch.options().recall_params);
+    } else {
+      const HostStaging::Slice ids =
+          workspace_.staging.input(stream(), given, first.begin, first.count);
+      const TensorView& bias = first.part->inputs.bias;
+      HostStaging::Slice biases;
+      if (!bias.empty()) {
+        biases = workspace_.staging.input(stream(), bias, first.begin, first.count);
+      }
+      selection =
+          workspace_.selector.adopt(stream(), request, id_tensor(ids, given), id_floats(biases));
+    }
+    timer.stop();
+    return selection;
+  }
+
+  /// Waits for the pages of a selection. Makes it again when other calls have used the workspace
+  /// meanwhile: it is the same, and its pages are resident, unless they are too many at once. Then
+  /// others may have taken the frames of rows that it weighs. Returns false when the pages are too
+  /// many.
+  bool ensure_resident(Launch& launch, TieredLaunch& tiered, QueriesRead& read,
+                       transfer::SelectionView& selection) {
+    (void)scope_.workspace_lost();
+    bool together = tiered.ensure_resident(selection);
+    while (scope_.workspace_lost()) {
+      if (!together) (void)hold_weighed_rows(launch);
+      (void)scope_.workspace_lost();  // it has nothing of the call
+      read = read_queries(launch, false, /*repeated=*/true);
+      if (launch.sparse()) selection = choose(launch, read);
+      together = tiered.ensure_resident(selection);
+    }
+    read.repeated = false;
+    return together;
+  }
+
+  /// Copies selected rows to staging, where there is any, and compares with their checks those that
+  /// attention reads. Returns where cached rows are.
+  transfer::RowCachePlaces gather(const Launch& launch, const transfer::SelectionView& selection) {
+    if (selection.staged_capacity > 0) {
+      StageTimer timer(scope_, engine_, engine_.statistics.seconds.fetch);
+      const std::vector<LayerState*> layers = this->layers(launch);
+      const transfer::RowCachePlaces places = fetch_rows(stream(), engine_.pools,
+                                                         {.layers = layers,
+                                                          .reading = row_reading(launch, selection),
+                                                          .flags = flags(launch),
+                                                          .capturing = scope_.capturing()});
+      timer.stop();
+      return places;
+    }
+    if (engine_.kv.row_checks) {
+      transfer::verify_rows(stream(), engine_.kv, row_reading(launch, selection));
+    }
+    return {};
+  }
+
+  [[nodiscard]] Outputs make_outputs(const Launch& launch) const {
+    Outputs outputs;
+    for (const Slice& slice : launch.slices) {
+      const AttendOutputs& to = slice.part->outputs;
+      const auto staged = [&](const MutableTensorView& tensor) {
+        return tensor.empty() ? HostStaging::Slice{}
+                              : workspace_.staging.output(tensor, slice.begin, slice.count);
+      };
+      const HostStaging::Slice out = staged(to.out);
+      const HostStaging::Slice lse = staged(to.lse);
+      const auto element = static_cast<std::int64_t>(dtype_bytes(to.out.dtype));
+      for (std::int64_t t = 0; t < slice.count; ++t) {
+        attention::OutputItem item{
+            .out = static_cast<std::byte*>(out.data) + t * out.token_stride * element,
+            .dtype = to.out.dtype,
+            .head_stride = out.head_stride};
+        if (!to.lse.empty()) {
+          item.lse = static_cast<float*>(lse.data) + t * lse.token_stride;
+          item.lse_stride = lse.head_stride;
+        } else if (!to.missed.empty()) {
+          item.lse = workspace_.selector.lse(outputs.results.count);
+          item.lse_stride = 1;
+        }
+        outputs.missed.push({.lse = item.lse, .lse_stride = item.lse_stride});
+        outputs.results.push(item);
+      }
+    }
+    return outputs;
+  }
+
+  /// Takes the place of the selection that an earlier launch has left.
+  void select_none(const Launch& launch) {
+    scoring::SelectRequest request = select_request(launch, {});
+    request.rule = {.mode = LayerMode::kDense};
+    (void)workspace_.selector.adopt(stream(), request, {});
+  }
+
+  void export_ids(const Launch& launch, const QueriesRead& read, const SelectOutputs& outputs) {
+    const Slice& first = launch.slices.front();
     const auto staged = [&](const MutableTensorView& tensor) {
       return tensor.empty() ? HostStaging::Slice{}
-                            : workspace_.staging.output(tensor, slice.begin, slice.count);
+                            : workspace_.staging.output(tensor, first.begin, first.count);
     };
-    const HostStaging::Slice out = staged(to.out);
-    const HostStaging::Slice lse = staged(to.lse);
-    const auto element = static_cast<std::int64_t>(dtype_bytes(to.out.dtype));
-    for (std::int64_t t = 0; t < slice.count; ++t) {
-      attention::OutputItem item{
-          .out = static_cast<std::byte*>(out.data) + t * out.token_stride * element,
-          .dtype = to.out.dtype,
-          .head_stride = out.head_stride};
-      if (!to.lse.empty()) {
-        item.lse = static_cast<float*>(lse.data) + t * lse.token_stride;
-        item.lse_stride = lse.head_stride;
-      } else if (!to.missed.empty()) {
-        item.lse = workspace_.selector.lse(outputs.results.count);
-        item.lse_stride = 1;
+    const scoring::IdTensor ids = id_tensor(staged(outputs.ids), outputs.ids);
+    const scoring::SelectRequest request = select_request(launch, read);
+    workspace_.selector.export_ids(stream(), request, ids, id_floats(staged(outputs.bias)));
+    if (outputs.scores.empty()) return;
+    workspace_.selector.export_scores(stream(), request, ids, id_floats(staged(outputs.scores)));
+  }
+
+  /// What was selected, and how much was missed, when asked for.
+  void finish_attend(const Launch& launch, const QueriesRead& read, Outputs& outputs) {
+    const MutableTensorView& ids = launch.first().outputs.selected;
+    if (!ids.empty()) {
+      if (!launch.sparse()) select_none(launch);
+      export_ids(launch, read, {.ids = ids});
+    }
+    if (launch.sparse() && launch.options().recall_params.active) {
+      int query = 0;
+      for (const Slice& slice : launch.slices) {
+        const MutableTensorView& missed = slice.part->outputs.missed;
+        if (missed.empty()) {
+          query += static_cast<int>(slice.count);
+          continue;
+        }
+        const HostStaging::Slice to = workspace_.staging.output(missed, slice.begin, slice.count);
+        for (std::int64_t t = 0; t < slice.count; ++t, ++query) {
+          outputs.missed[query].missed = static_cast<float*>(to.data) + t * to.token_stride;
+          outputs.missed[query].missed_stride = to.head_stride;
+        }
       }
-      outputs.missed.push({.lse = item.lse, .lse_stride = item.lse_stride});
-      outputs.results.push(item);
+      workspace_.selector.export_missed(stream(), select_request(launch, read), outputs.missed);
     }
   }
-  return outputs;
-}
 
-/// Takes the place of the selection that an earlier launch has left.
-void Step::select_none(const Launch& launch) {
-  scoring::SelectRequest request = select_request(launch, {});
-  request.rule = {.mode = LayerMode::kDense};
-  (void)workspace_.selector.adopt(stream(), request, {});
-}
-
-void Step::export_ids(const Launch& launch, const QueriesRead& read, const SelectOutputs& outputs) {
-  const Slice& first = launch.slices.front();
-  const auto staged = [&](const MutableTensorView& tensor) {
-    return tensor.empty() ? HostStaging::Slice{}
-                          : workspace_.staging.output(tensor, first.begin, first.count);
-  };
-  const scoring::IdTensor ids = id_tensor(staged(outputs.ids), outputs.ids);
-  const scoring::SelectRequest request = select_request(launch, read);
-  workspace_.selector.export_ids(stream(), request, ids, id_floats(staged(outputs.bias)));
-  if (outputs.scores.empty()) return;
-  workspace_.selector.export_scores(stream(), request, ids, id_floats(staged(outputs.scores)));
-}
-
-/// What was selected, and how much was missed, when asked for.
-void Step::finish_attend(const Launch& launch, const QueriesRead& read, Outputs& outputs) {
-  const MutableTensorView& ids = launch.first().outputs.selected;
-  if (!ids.empty()) {
-    if (!launch.sparse()) select_none(launch);
-    export_ids(launch, read, {.ids = ids});
-  }
-  if (launch.sparse() && launch.options().recall_params.active) {
-    int query = 0;
-    for (const Slice& slice : launch.slices) {
-      const MutableTensorView& missed = slice.part->outputs.missed;
-      if (missed.empty()) {
-        query += static_cast<int>(slice.count);
-        continue;
-      }
-      const HostStaging::Slice to = workspace_.staging.output(missed, slice.begin, slice.count);
-      for (std::int64_t t = 0; t < slice.count; ++t, ++query) {
-        outputs.missed[query].missed = static_cast<float*>(to.data) + t * to.token_stride;
-        outputs.missed[query].missed_stride = to.head_stride;
-      }
-    }
-    workspace_.selector.export_missed(stream(), select_request(launch, read), outputs.missed);
-  }
-}
+  SubmissionScope& scope_;
+  EngineState& engine_;
+  Workspace& workspace_;
+  int layer_;
+};
 
 }  // namespace
 

@@ -6,7 +6,6 @@
 #include "transfer/kv/row_checks.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
 namespace kvtier::runtime {
@@ -122,10 +121,6 @@ void TieredLaunch::add_needed(int sequence, std::int64_t begin, std::int64_t end
   }
 }
 
-void TieredLaunch::sync_addresses() {
-  for (LayerState* layer : layers_) (void)layer->pages.sync_addresses(stream_);
-}
-
 bool TieredLaunch::ensure_resident(const transfer::SelectionView& selection) {
   read_back(selection);
   marked_.clear();
@@ -147,7 +142,7 @@ bool TieredLaunch::ensure_resident(const transfer::SelectionView& selection) {
     }
   }
   const bool together = engine_.pools.pages->ensure_resident(stream_, needed_);
-  sync_addresses();
+  (void)all_resident(stream_, layers_);
   return together;
 }
 
@@ -160,7 +155,7 @@ bool TieredLaunch::hold(int sequence, std::span<const std::int64_t> tokens) {
     if (tokens.size() == 1) fail_too_many(engine_, 1);
     return false;
   }
-  sync_addresses();
+  (void)all_resident(stream_, layers_);
   engine_.submission.wait(stream_);
   if (engine_.kv.row_checks) verify(sequence, tokens);
   return true;
@@ -169,16 +164,13 @@ bool TieredLaunch::hold(int sequence, std::span<const std::int64_t> tokens) {
 void TieredLaunch::verify(int sequence, std::span<const std::int64_t> tokens) const {
   const transfer::KvGeometry& kv = engine_.kv;
   const auto s = static_cast<std::size_t>(sequence);
-  std::uint64_t changed = 0;
+  std::int64_t changed = 0;
   for (const std::int64_t token : tokens) {
     if (row_is_resident(kv, counters_[s].resident_begin, token)) continue;
     const std::byte* page = layers_[s]->pages.address(token / kv.page_tokens);
-    for (int head = 0; head < kv.kv_heads; ++head) {
-      if (!transfer::row_is_whole(kv, page, head, token)) ++changed;
-    }
+    changed += transfer::num_changed_rows(kv, page, token, token + 1);
   }
-  std::atomic_ref(session_flags_[sequence]->rows_corrupt)
-      .fetch_add(changed, std::memory_order_relaxed);
+  transfer::cpu::count(session_flags_[sequence], &transfer::StepFlags::rows_corrupt, changed);
 }
 
 std::size_t ensure_static_resident(transfer::Stream& stream, EngineState& engine,
@@ -192,11 +184,11 @@ std::size_t ensure_static_resident(transfer::Stream& stream, EngineState& engine
   return launch.ensure_resident({}) ? 0 : launch.needed_.size();
 }
 
-std::size_t TieredLaunch::hold_first(std::span<const WindowedAttention::PageIndex> pages) {
+std::size_t TieredLaunch::hold_first(std::span<const PageIndex> pages) {
   std::size_t count = std::clamp<std::size_t>(engine_.pools.pages->num_movable(), 1, pages.size());
   while (true) {
     needed_.clear();
-    for (const WindowedAttention::PageIndex& index : pages.first(count)) {
+    for (const PageIndex& index : pages.first(count)) {
       const LayerState& layer = *layers_[static_cast<std::size_t>(index.sequence)];
       needed_.push_back(&layer.pages.page(index.page));
     }
@@ -205,7 +197,7 @@ std::size_t TieredLaunch::hold_first(std::span<const WindowedAttention::PageInde
     if (count == 1) fail_too_many(engine_, 1);
     count /= 2;
   }
-  sync_addresses();
+  (void)all_resident(stream_, layers_);
   return count;
 }
 
@@ -228,22 +220,23 @@ void TieredLaunch::attend_in_windows(const transfer::SelectionView& selection,
              masks[i].size() * sizeof(std::uint16_t));
   }
   if (!masks.empty()) read.read();
-  std::vector<WindowedAttention::PageIndex> pages;
+  std::vector<PageIndex> pages;
   for (std::size_t s = 0; s < marked_.size(); ++s) {
     for (std::size_t i = 0; i < marked_[s].size(); ++i) {
       if (marked_[s][i]) pages.push_back({static_cast<int>(s), static_cast<std::int64_t>(i)});
     }
   }
-  const WindowedAttention::Reading reading{.counters = counters_,
-                                           .ids = ids_,
-                                           .masks = masks,
-                                           .biases = biases,
-                                           .bias_heads = selection.bias_heads,
-                                           .pages = pages};
-  WindowedAttention(stream_, engine_, request_, reading, session_flags)
-      .attend(outputs, [this](std::span<const WindowedAttention::PageIndex> left) {
-        return hold_first(left);
-      });
+  const WindowedLaunch launch{.request = request_,
+                              .outputs = outputs,
+                              .session_flags = session_flags,
+                              .counters = counters_,
+                              .ids = ids_,
+                              .masks = masks,
+                              .biases = biases,
+                              .bias_heads = selection.bias_heads,
+                              .pages = pages};
+  runtime::attend_in_windows(stream_, engine_, launch,
+                             [this](std::span<const PageIndex> left) { return hold_first(left); });
 }
 
 void TieredLaunch::attend(const transfer::SelectionView& selection, std::int64_t max_selected,

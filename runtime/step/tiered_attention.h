@@ -54,14 +54,13 @@ class TieredLaunch final : private attention::RowSource {
   /// Counts changed rows of these tokens, which are resident.
   void verify(int sequence, std::span<const std::int64_t> tokens) const;
   /// Restores as many of these pages as can be resident, at least one. Returns how many.
-  std::size_t hold_first(std::span<const WindowedAttention::PageIndex> pages);
+  std::size_t hold_first(std::span<const PageIndex> pages);
   void attend_in_windows(const transfer::SelectionView& selection,
                          const attention::OutputBatch& outputs,
                          const transfer::Batch<transfer::StepFlags*>& session_flags);
   void read_back(const transfer::SelectionView& selection);
   /// Adds the pages of tokens that are not in the sinks or the ring.
   void add_needed(int sequence, std::int64_t begin, std::int64_t end);
-  void sync_addresses();
   friend std::size_t ensure_static_resident(transfer::Stream& stream, EngineState& engine,
                                             std::span<LayerState* const> layers,
                                             const transfer::SpanRule& rule,
