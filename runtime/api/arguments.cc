@@ -168,18 +168,6 @@ void check_query(const SessionState& session, int layer, const TensorView& query
   }
 }
 
-/// Checks that `call` can select by this query.
-void check_selection(const char* call, const SessionState& session, int layer,
-                     const TensorView& query, StreamRef stream, const AttendOptions& options) {
-  const EngineState& engine = session.engine();
-  check_query(session, layer, query, 0, stream, options);
-  if (resolve_options(engine, layer, options).rule.mode != LayerMode::kSparse) {
-    throw_error(ErrorCode::kFailedPrecondition, call, ": expected a sparse layer, found layer ",
-                layer, " dense or sliding-window");
-  }
-  check_options(engine, layer, options, true);
-}
-
 }  // namespace
 
 void check_strides(std::string_view name, const TensorView& tensor) {
@@ -324,6 +312,17 @@ void check_attend(const SessionState& session, int layer, const AttendInputs& in
   }
 }
 
+void check_selection(const char* call, const SessionState& session, int layer,
+                     const TensorView& query, StreamRef stream, const AttendOptions& options) {
+  const EngineState& engine = session.engine();
+  check_query(session, layer, query, 0, stream, options);
+  if (resolve_options(engine, layer, options).rule.mode != LayerMode::kSparse) {
+    throw_error(ErrorCode::kFailedPrecondition, call, ": expected a sparse layer, found layer ",
+                layer, " dense or sliding-window");
+  }
+  check_options(engine, layer, options, true);
+}
+
 void check_select(const SessionState& session, int layer, const TensorView& query,
                   const SelectOutputs& outputs, StreamRef stream, const AttendOptions& options) {
   const EngineState& engine = session.engine();
@@ -355,11 +354,6 @@ void check_select(const SessionState& session, int layer, const TensorView& quer
                     join(describe(outputs.bias), " beside ids ", describe(outputs.ids)));
     }
   }
-}
-
-void check_prefetch(const SessionState& session, int layer, const TensorView& query,
-                    StreamRef stream, const AttendOptions& options) {
-  check_selection("prefetch", session, layer, query, stream, options);
 }
 
 void check_fetch(const SessionState& session, int layer, const TensorView& tokens,

@@ -39,9 +39,9 @@ void check_attend(const SessionState& session, int layer, const AttendInputs& in
 void check_select(const SessionState& session, int layer, const TensorView& query,
                   const SelectOutputs& outputs, StreamRef stream, const AttendOptions& options);
 
-/// Checks `Session::prefetch`.
-void check_prefetch(const SessionState& session, int layer, const TensorView& query,
-                    StreamRef stream, const AttendOptions& options);
+/// Checks that `call`, such as "prefetch", can select by this query.
+void check_selection(const char* call, const SessionState& session, int layer,
+                     const TensorView& query, StreamRef stream, const AttendOptions& options);
 
 /// Checks `Session::fetch`, every token id among it.
 void check_fetch(const SessionState& session, int layer, const TensorView& tokens,

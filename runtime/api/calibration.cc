@@ -183,21 +183,15 @@ CalibrationEntry beyond_device_memory(transfer::Device& device, HostAllocation a
 
 void check(const CalibrationOptions& options) {
   if (options.region_bytes < kMinRegion) {
-    throw_error(ErrorCode::kInvalidArgument, "region_bytes: expected at least ", kMinRegion,
-                ", found ", options.region_bytes);
+    throw_invalid("region_bytes", join("at least ", kMinRegion), options.region_bytes);
   }
-  if (options.pin_threads < 0) {
-    throw_error(ErrorCode::kInvalidArgument, "pin_threads: expected at least 0, found ",
-                options.pin_threads);
-  }
+  if (options.pin_threads < 0) throw_invalid("pin_threads", "at least 0", options.pin_threads);
   for (auto it = options.allocations.begin(); it != options.allocations.end(); ++it) {
     const bool known =
         std::find(kAllocations.begin(), kAllocations.end(), *it) != kAllocations.end();
     if (!known || std::find(options.allocations.begin(), it, *it) != it) {
-      throw_error(ErrorCode::kInvalidArgument,
-                  "allocations: expected managed, registered and driver, "
-                  "each once at most, found ",
-                  host_allocation_name(*it), (known ? " again" : ""));
+      throw_invalid("allocations", "managed, registered and driver, each once at most",
+                    join(host_allocation_name(*it), known ? " again" : ""));
     }
   }
 }

@@ -203,15 +203,13 @@ void check_partial(const TensorView& tensor, std::string_view name, int rank,
     dense *= tensor.shape[dim];
   }
   if (tensor.empty() || !same || tensor.space != like.space) {
-    throw_error(ErrorCode::kInvalidArgument, name, ": expected contiguous ", describe(like),
-                " in the same memory, found ", describe(tensor));
+    throw_invalid(name, join("contiguous ", describe(like), " in the same memory"),
+                  describe(tensor));
   }
 }
 
 void check_fp32(const TensorView& tensor, std::string_view name) {
-  if (tensor.dtype == DType::kFloat32) return;
-  throw_error(ErrorCode::kInvalidArgument, name, ": expected fp32, found ",
-              dtype_name(tensor.dtype));
+  if (tensor.dtype != DType::kFloat32) throw_invalid(name, "fp32", dtype_name(tensor.dtype));
 }
 
 }  // namespace
@@ -226,9 +224,7 @@ Session Engine::open(const SessionConfig& config) {
 }
 
 void Engine::set_quota(std::string_view tenant, std::size_t page_bytes) {
-  if (tenant.empty()) {
-    throw Error(ErrorCode::kInvalidArgument, "tenant: expected a name, found none");
-  }
+  if (tenant.empty()) throw_invalid("tenant", "a name", "none");
   const std::lock_guard lock(impl_->submission.mutex());
   impl_->quotas.set(tenant, page_bytes);
 }
@@ -237,21 +233,18 @@ void Engine::decode(int layer, std::span<const BatchItem> items, StreamRef strea
   runtime::check_layer(*impl_, layer);
   for (std::size_t i = 0; i < items.size(); ++i) {
     const BatchItem& item = items[i];
-    const auto where = "items[" + std::to_string(i) + "]: ";
+    const auto where = join("items[", i, "]");
     if (item.session == nullptr || item.session->impl_ == nullptr) {
-      throw_error(ErrorCode::kInvalidArgument, where, "expected an open session, found none");
+      throw_invalid(where, "an open session", "none");
     }
     SessionState& session = *item.session->impl_;
     if (&session.engine() != impl_.get()) {
-      throw_error(ErrorCode::kInvalidArgument, where,
-                  "expected a session of this engine, found another engine's");
+      throw_invalid(where, "a session of this engine", "another engine's");
     }
     const bool twice =
         std::any_of(items.begin(), items.begin() + static_cast<std::ptrdiff_t>(i),
                     [&](const BatchItem& other) { return other.session == item.session; });
-    if (twice) {
-      throw_error(ErrorCode::kInvalidArgument, where, "expected each session once, found it twice");
-    }
+    if (twice) throw_invalid(where, "each session once", "it twice");
     try {
       session.check_flags();
       const std::int64_t tokens =
@@ -259,7 +252,7 @@ void Engine::decode(int layer, std::span<const BatchItem> items, StreamRef strea
       runtime::check_attend(session, layer, attended(item.inputs), item.outputs, tokens, stream,
                             item.options);
     } catch (const Error& error) {
-      throw_error(error.code(), where, error.what());
+      throw_error(error.code(), where, ": ", error.what());
     }
   }
   if (items.empty()) return;
@@ -283,8 +276,7 @@ void Engine::merge(std::span<const PartialResult> parts, const AttendOutputs& re
   attention::MergeBatch batch;
   constexpr std::size_t kMaxParts = sizeof(batch.items) / sizeof(batch.items[0]);
   if (parts.empty() || parts.size() > kMaxParts) {
-    throw_error(ErrorCode::kInvalidArgument, "parts: expected 1..", kMaxParts, ", found ",
-                parts.size());
+    throw_invalid("parts", join("1..", kMaxParts), parts.size());
   }
   const int heads = impl_->kv.query_heads;
   const std::int64_t tokens = runtime::check_tokens(*impl_, "out", result.out, heads, stream);
@@ -339,9 +331,7 @@ void Session::append(int layer, const TensorView& keys, const TensorView& values
 }
 
 void Session::reserve(std::int64_t tokens, StreamRef stream) {
-  if (tokens < 0) {
-    throw_error(ErrorCode::kInvalidArgument, "tokens: expected at least 0, found ", tokens);
-  }
+  if (tokens < 0) throw_invalid("tokens", "at least 0", tokens);
   submit(
       *impl_, stream, [&](SubmissionScope& scope) { impl_->reserve(scope.stream(), tokens); },
       "reserve");
@@ -393,7 +383,7 @@ void Session::prefetch(int layer, const TensorView& query, StreamRef stream,
                        const AttendOptions& options) {
   EngineState& engine = impl_->engine();
   check_call(*impl_, layer);
-  runtime::check_prefetch(*impl_, layer, query, stream, options);
+  runtime::check_selection("prefetch", *impl_, layer, query, stream, options);
   if (engine.pools.row_cache == nullptr) return;
 
   AttendPart part = attend_part(*impl_, layer, {.query = query}, {}, options);
@@ -432,8 +422,7 @@ void Session::truncate(std::int64_t tokens, StreamRef stream, std::optional<int>
     longest = std::max(longest, impl_->layer(i).length);
   }
   if (tokens < 0 || tokens > longest) {
-    throw_error(ErrorCode::kInvalidArgument, "tokens: expected 0..", longest,
-                " (the longest layer), found ", tokens);
+    throw_invalid("tokens", join("0..", longest, " (the longest layer)"), tokens);
   }
   submit(
       *impl_, stream,
@@ -445,8 +434,8 @@ void Session::truncate(std::int64_t tokens, StreamRef stream, std::optional<int>
 
 void Session::publish(std::span<const std::int32_t> token_ids, StreamRef stream) {
   if (static_cast<std::int64_t>(token_ids.size()) > length()) {
-    throw_error(ErrorCode::kInvalidArgument, "token_ids: expected at most ", length(),
-                " (the session's length), found ", token_ids.size());
+    throw_invalid("token_ids", join("at most ", length(), " (the session's length)"),
+                  token_ids.size());
   }
   impl_->check_flags();
   submit(
@@ -456,9 +445,7 @@ void Session::publish(std::span<const std::int32_t> token_ids, StreamRef stream)
 std::vector<Session> Session::fork(int count, StreamRef stream) {
   EngineState& engine = impl_->engine();
   const auto most = static_cast<std::int64_t>(engine.statistics.max_sessions());
-  if (count < 1 || count > most) {
-    throw_error(ErrorCode::kInvalidArgument, "count: expected 1..", most, ", found ", count);
-  }
+  if (count < 1 || count > most) throw_invalid("count", join("1..", most), count);
   impl_->check_flags();
   std::vector<Session> children;  // destroyed after the scope, when something fails
   children.reserve(static_cast<std::size_t>(count));
@@ -479,8 +466,9 @@ void Session::advance(int layer, std::int64_t tokens) {
   runtime::check_layer(impl_->engine(), layer);
   runtime::LayerState& state = impl_->layer(layer);
   if (tokens < 0 || tokens > state.capacity - state.length) {
-    throw_error(ErrorCode::kInvalidArgument, "tokens: expected 0..", state.capacity - state.length,
-                " (reserved beyond the length), found ", tokens);
+    throw_invalid("tokens",
+                  join("0..", state.capacity - state.length, " (reserved beyond the length)"),
+                  tokens);
   }
   state.length += tokens;
   impl_->engine().statistics.tokens_appended += static_cast<std::uint64_t>(tokens);

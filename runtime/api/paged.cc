@@ -27,8 +27,12 @@ namespace {
 
 constexpr std::int64_t kPackedTokens = 1024;  // of a launch of `store`
 
-transfer::TokenTensor tokens_of(const TensorView& tensor) {
-  return {tensor.data, tensor.dtype, tensor.strides[0], tensor.strides[1]};
+/// The tokens from `first` on.
+transfer::TokenTensor tokens_from(const TensorView& tensor, std::int64_t first) {
+  const std::int64_t offset = first * tensor.strides[0];
+  return {static_cast<const std::byte*>(tensor.data) +
+              offset * static_cast<std::int64_t>(dtype_bytes(tensor.dtype)),
+          tensor.dtype, tensor.strides[0], tensor.strides[1]};
 }
 
 transfer::PagedRows::Half half_of(const TensorView& tensor) {
@@ -200,14 +204,6 @@ class PagedSketches::Impl {
     return scoring::score_params(config_.retrieval, kv_.head_dim,
                                  layer_of(layer).softmax_scale.value_or(scale), layer);
   }
-  [[nodiscard]] static transfer::TokenTensor tokens_from(const TensorView& tensor,
-                                                         std::int64_t first) {
-    transfer::TokenTensor tokens = tokens_of(tensor);
-    const auto element = static_cast<std::int64_t>(dtype_bytes(tensor.dtype));
-    tokens.data =
-        static_cast<const std::byte*>(tokens.data) + first * tokens.token_stride * element;
-    return tokens;
-  }
 
   transfer::Buffer allocate(std::size_t bytes, transfer::Space space = transfer::Space::kDevice) {
     if (space == transfer::Space::kDevice) device_bytes_ += bytes;
@@ -236,7 +232,6 @@ class PagedSketches::Impl {
 
   void make_workspace() {
     max_queries_ = config_.max_batch_rows;
-    list_capacity_ = attended_bound(config_.max_tokens);
     table_stride_ = (config_.max_tokens + config_.block_tokens - 1) / config_.block_tokens;
     const scoring::SelectorLimits limits{
         .num_queries = max_queries_,
@@ -254,7 +249,8 @@ class PagedSketches::Impl {
     const auto num_queries = static_cast<std::size_t>(max_queries_);
     const auto heads = static_cast<std::size_t>(kv_.query_heads);
     const auto lists = num_queries * static_cast<std::size_t>(kv_.kv_heads);
-    const std::size_t entries = lists * static_cast<std::size_t>(list_capacity_);
+    const std::size_t entries =
+        lists * static_cast<std::size_t>(attended_bound(config_.max_tokens));
     queries_ =
         allocate(num_queries * heads * static_cast<std::size_t>(kv_.head_dim) * sizeof(float));
     packed_ = allocate(static_cast<std::size_t>(kPackedTokens * kv_.kv_heads * kv_.row_bytes()));
@@ -423,13 +419,12 @@ class PagedSketches::Impl {
   std::unique_ptr<scoring::Selector> selector_;
   std::unique_ptr<attention::FlashDecode> flash_;
   int max_queries_ = 0;
-  std::int64_t list_capacity_ = 0;
   std::int64_t table_stride_ = 0;
   transfer::Buffer queries_;   // fp32 [queries][query_heads][head_dim]
   transfer::Buffer packed_;    // [tokens][kv_heads][row]
   transfer::Buffer slots_;     // [queries][table_stride]
   transfer::Buffer counters_;  // [rows]
-  // What queries attend, [queries][kv_heads][list_capacity]:
+  // What queries attend, [queries][kv_heads][`attended_bound`]:
   transfer::Buffer ids_;
   transfer::Buffer masks_;
   transfer::Buffer biases_;

@@ -28,13 +28,14 @@ void check_backend(Backend backend) {
     throw Error(ErrorCode::kUnimplemented,
                 "backend: expected cpu in a build without CUDA, found cuda");
   }
-  throw Error(ErrorCode::kInvalidArgument, "backend: expected cpu or cuda, found auto");
+  throw_invalid("backend", "cpu or cuda", "auto");
 }
 
 void check_tokens(const Config& config, std::int64_t tokens) {
   if (tokens >= 1 && tokens <= config.memory.max_session_tokens) return;
-  throw_error(ErrorCode::kInvalidArgument, "tokens: expected 1..", config.memory.max_session_tokens,
-              " (memory.max_session_tokens), found ", tokens);
+  throw_invalid("tokens",
+                join("1..", config.memory.max_session_tokens, " (memory.max_session_tokens)"),
+                tokens);
 }
 
 std::size_t bytes_of(std::int64_t tokens, std::size_t each) {
@@ -108,9 +109,7 @@ std::size_t device_bytes_for(const Config& given, Backend backend, std::int64_t 
   check_config(given);
   check_backend(backend);
   check_tokens(given, tokens);
-  if (sessions < 1) {
-    throw_error(ErrorCode::kInvalidArgument, "sessions: expected at least 1, found ", sessions);
-  }
+  if (sessions < 1) throw_invalid("sessions", "at least 1", sessions);
   Config config = given;
   config.memory.device_bytes = SIZE_MAX / 2;
   const transfer::KvGeometry kv = runtime::geometry_of(config);

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <exception>
 #include <string>
 
 namespace kvtier::runtime {
@@ -41,21 +40,6 @@ bool evicting(EngineState& engine, transfer::Stream& stream, PagePool& pool, std
   return false;
 }
 
-/// Ends an account with the submission scope when what it is made for fails.
-class AccountWithinScope {
- public:
-  explicit AccountWithinScope(std::unique_ptr<PageAccount>& account) : account_(account) {}
-  AccountWithinScope(const AccountWithinScope&) = delete;  // ends it once
-  AccountWithinScope& operator=(const AccountWithinScope&) = delete;
-  ~AccountWithinScope() {
-    if (std::uncaught_exceptions() > before_) account_.reset();
-  }
-
- private:
-  std::unique_ptr<PageAccount>& account_;
-  int before_ = std::uncaught_exceptions();
-};
-
 /// Holds `count` slabs of every sketch. Throws `kResourceExhausted` with some of them taken.
 void grow_slabs(EngineState& engine, transfer::Stream& stream, int index, LayerState& layer,
                 std::int64_t count) {
@@ -77,22 +61,22 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
                                              : engine_->config.memory.max_session_tokens) {
   const std::int64_t limit = engine_->config.memory.max_session_tokens;
   if (config.capacity_tokens < 0 || config.capacity_tokens > limit) {
-    throw_error(ErrorCode::kInvalidArgument, "capacity_tokens: expected 0..", limit,
-                " (memory.max_session_tokens), found ", config.capacity_tokens);
+    throw_invalid("capacity_tokens", join("0..", limit, " (memory.max_session_tokens)"),
+                  config.capacity_tokens);
   }
   SubmissionScope scope(engine_->submission, {});
   engine_->pools.collect_retired();
-  account_ = std::make_unique<PageAccount>(engine_->quotas, config.tenant, config.max_page_bytes);
-  const AccountWithinScope account_within_scope(account_);
-  if (config.whole) take_whole();
-  // A local until nothing can fail any more: it is to be destroyed within a submission scope.
+  // Locals until nothing can fail any more: they are to be destroyed within a submission scope.
+  auto account =
+      std::make_unique<PageAccount>(engine_->quotas, config.tenant, config.max_page_bytes);
+  if (config.whole) take_whole(*account);
   auto memory = std::make_shared<SequenceMemory>(engine_->pools, max_tokens_);
   flags_ = engine_->statistics.open_session(scope.stream());
   try {
     memory->clear(scope.stream());
     root_key_ = root_key(engine_->prefix_key, config.model_fingerprint, config.tenant_secret);
-    find_prefix(scope, config.token_ids);
-    account_->add(keys_.size() * memory->layers().size());
+    find_prefix(scope, *account, config.token_ids);
+    account->add(keys_.size() * memory->layers().size());
     engine_->prefixes.attach(scope.stream(), keys_, *memory);
   } catch (...) {
     memory->release(scope.stream());  // what was enqueued may be under way
@@ -101,6 +85,7 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
   }
   memory_ = std::move(memory);
   scope.finish();
+  account_ = std::move(account);
 }
 
 SessionState::SessionState(SubmissionScope& scope, const SessionState& parent,
@@ -119,7 +104,7 @@ SessionState::SessionState(SubmissionScope& scope, const SessionState& parent,
   memory_ = std::move(memory);
 }
 
-void SessionState::take_whole() {
+void SessionState::take_whole(PageAccount& account) const {
   const EngineState& engine = *engine_;
   const int rows = engine.pools.row_cache == nullptr
                        ? 0
@@ -141,10 +126,11 @@ void SessionState::take_whole() {
     slabs += sketch.slabs->num_frames() * sketch.slabs->page_bytes();
   }
   check(wanted.sketches, slabs, engine.quotas.promised_sketches(), "sketches");
-  account_->promise(wanted.pages / page, wanted.sketches);
+  account.promise(wanted.pages / page, wanted.sketches);
 }
 
-void SessionState::find_prefix(SubmissionScope& scope, std::span<const std::int32_t> token_ids) {
+void SessionState::find_prefix(SubmissionScope& scope, const PageAccount& account,
+                               std::span<const std::int32_t> token_ids) {
   const auto most = static_cast<std::size_t>(max_tokens_);
   const std::vector<PrefixKey> asked = page_keys(root_key_, engine_->kv.page_tokens,
                                                  token_ids.first(std::min(token_ids.size(), most)));
@@ -153,7 +139,7 @@ void SessionState::find_prefix(SubmissionScope& scope, std::span<const std::int3
   while (!found) {
     keys_ = asked;
     const std::size_t room =
-        account_->most() / static_cast<std::size_t>(engine_->config.model.layers);
+        account.most() / static_cast<std::size_t>(engine_->config.model.layers);
     keys_.resize(std::min(engine_->prefixes.longest(keys_), room));
     try {
       found = engine_->prefixes.ensure_sinks_resident(scope.stream(), keys_);

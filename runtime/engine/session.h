@@ -93,12 +93,13 @@ class SessionState {
  private:
   /// Finds the longest stored prefix of these tokens whose first pages are resident or can be
   /// restored.
-  void find_prefix(SubmissionScope& scope, std::span<const std::int32_t> token_ids);
+  void find_prefix(SubmissionScope& scope, const PageAccount& account,
+                   std::span<const std::int32_t> token_ids);
   /// Returns whether the rows that become sinks are whole; else `find_prefix` has to look again.
   bool check_sinks(SubmissionScope& scope, bool last);
   /// Promises the session what it takes at its full length. Throws `kResourceExhausted`, nothing
   /// promised, where other sessions hold it or have been promised it.
-  void take_whole();
+  void take_whole(PageAccount& account) const;
   /// Opens pages past the tokens of a layer again, which an append taken back has sealed: they hold
   /// nothing, and are written where they are. Returns how many of the first `pages` are in frames,
   /// as those that are held for later tokens have to be.

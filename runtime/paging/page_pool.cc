@@ -98,7 +98,10 @@ void PagePool::give_back(std::span<Page* const> pages, transfer::Event last_use)
     } else {
       --num_evicted_;
     }
-    if (has_tiers()) leave_tiers(*page);
+    if (has_tiers()) {
+      end_version(*page);
+      order_.forget(page->version.page);
+    }
     update(*page, [&] {
       page->frame = nullptr;
       page->sealed = page->pinned = false;
@@ -106,11 +109,6 @@ void PagePool::give_back(std::span<Page* const> pages, transfer::Event last_use)
     free_pages_.push_back(page);
   }
   frames_.give_back(frames, std::move(last_use));
-}
-
-void PagePool::leave_tiers(Page& page) {
-  end_version(page);
-  order_.forget(page.version.page);
 }
 
 void PagePool::share(std::span<Page* const> pages) {

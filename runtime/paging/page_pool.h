@@ -167,8 +167,6 @@ class PagePool {
   void enter(Page& page, std::byte* frame);
   /// Forgets what tiers have of a page.
   void end_version(Page& page);
-  /// Forgets a page without holders.
-  void leave_tiers(Page& page);
   void remove_ended();
   /// Changes whether a page may go, and counts it.
   template <typename Change>

@@ -146,26 +146,18 @@ void PageTiers::put(std::size_t tier, std::span<TierPut> pages) {
   const auto start = std::chrono::steady_clock::now();
   tiers_[tier]->put(pages, until);
   const auto end = std::chrono::steady_clock::now();
-  count_put(tier, pages, end - start, end >= until);
-}
-
-void PageTiers::count_put(std::size_t tier, std::span<const TierPut> pages,
-                          std::chrono::nanoseconds time, bool late) {
   const std::lock_guard lock(mutex_);
   TierStats& use = uses_[tier];
-  use.put_time.add(time);
+  use.put_time.add(end - start);
   use.puts += pages.size();
   for (const TierPut& page : pages) {
-    switch (page.status) {
-      case TierStatus::kOk:
-        ++use.stored;
-        use.bytes_written += page.bytes.size();
-        break;
-      case TierStatus::kFull:
-        ++use.refused;
-        break;
-      default:
-        ++(late ? use.put_timeouts : use.put_failures);
+    if (page.status == TierStatus::kOk) {
+      ++use.stored;
+      use.bytes_written += page.bytes.size();
+    } else if (page.status == TierStatus::kFull) {
+      ++use.refused;
+    } else {
+      ++(end >= until ? use.put_timeouts : use.put_failures);
     }
   }
 }
@@ -226,32 +218,24 @@ bool PageTiers::accept(std::size_t tier, const TierGet& got, const PageIn& wante
     status = TierStatus::kCorrupt;
     tiers_[tier]->remove({&got.key, 1}, deadline());
   }
-  count_get(tier, status, got.bytes.size(), late);
+  {
+    const std::lock_guard lock(mutex_);
+    TierStats& use = uses_[tier];
+    if (status == TierStatus::kOk) {
+      ++use.hits;
+      use.bytes_read += got.bytes.size();
+    } else if (status == TierStatus::kCorrupt) {
+      ++use.corrupt;
+    } else if (status == TierStatus::kUnavailable) {
+      ++(late ? use.get_timeouts : use.get_failures);
+    } else {
+      ++use.misses;
+    }
+  }
   if (status == TierStatus::kCorrupt) {
     say(LogLevel::kError, tiers_[tier]->describe() + ": a page is not as it was written");
   }
   return status == TierStatus::kOk;
-}
-
-void PageTiers::count_get(std::size_t tier, TierStatus status, std::size_t bytes, bool late) {
-  const std::lock_guard lock(mutex_);
-  TierStats& use = uses_[tier];
-  switch (status) {
-    case TierStatus::kOk:
-      ++use.hits;
-      use.bytes_read += bytes;
-      break;
-    case TierStatus::kCorrupt:
-      ++use.corrupt;
-      break;
-    case TierStatus::kMiss:
-    case TierStatus::kFull:
-      ++use.misses;
-      break;
-    case TierStatus::kUnavailable:
-      ++(late ? use.get_timeouts : use.get_failures);
-      break;
-  }
 }
 
 void PageTiers::read(std::span<PageIn> pages) {

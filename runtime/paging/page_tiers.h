@@ -74,8 +74,6 @@ class PageTiers {
   [[nodiscard]] std::string describe_refusal() const;
 
  private:
-  void count_put(std::size_t tier, std::span<const TierPut> pages, std::chrono::nanoseconds time,
-                 bool late);
   /// Logs, once, that the first tier has begun to refuse pages, or to take them again.
   void report_refusal(bool refuses);
   class Clock;
@@ -89,7 +87,6 @@ class PageTiers {
   bool get(std::size_t tier, std::span<TierGet> pages);
   /// Returns whether a get brought the page that was written; counts it.
   bool accept(std::size_t tier, const TierGet& got, const PageIn& wanted, bool late);
-  void count_get(std::size_t tier, TierStatus status, std::size_t bytes, bool late);
   void say(LogLevel level, const std::string& message) const {
     if (log_) log_(level, message);
   }
