@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <string>
 
 /// Errors of the CUDA runtime, for `*_cuda.*` files only.
@@ -37,6 +38,13 @@ class OutsideCapture {
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
+
+/// A `Buffer::Deleter` of memory that `kFree` frees.
+template <cudaError_t (*kFree)(void*)>
+void free_memory(void* /*context*/, std::byte* data, std::size_t /*bytes*/) noexcept {
+  const OutsideCapture guard;
+  check_in_destructor(kFree(data));
+}
 
 /// The stream behind the `void*` of the kernel headers.
 inline cudaStream_t stream_of(void* native) noexcept { return static_cast<cudaStream_t>(native); }

@@ -130,11 +130,6 @@ class CudaStream final : public Stream {
   bool owned_;
 };
 
-void free_device(void* /*context*/, std::byte* data, std::size_t /*bytes*/) noexcept {
-  const OutsideCapture guard;
-  check_in_destructor(cudaFree(data));
-}
-
 class CudaDevice final : public Device {
  public:
   explicit CudaDevice(const UsableDevice& device)
@@ -186,7 +181,7 @@ class CudaDevice final : public Device {
                   info.free_bytes, " free of ", info.total_bytes);
     }
     check(status, "cudaMalloc(&data, bytes)");
-    return {static_cast<std::byte*>(data), bytes, free_device, nullptr};
+    return {static_cast<std::byte*>(data), bytes, free_memory<cudaFree>, nullptr};
   }
 
   int index_;

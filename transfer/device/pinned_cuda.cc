@@ -38,11 +38,6 @@ Pinner& registrar() {
   return instance;
 }
 
-void free_host(void* /*context*/, std::byte* data, std::size_t /*bytes*/) noexcept {
-  const OutsideCapture guard;
-  check_in_destructor(cudaFreeHost(data));
-}
-
 Buffer driver_memory(std::size_t bytes, const PinOptions& options, PinRefusal& refusal) {
   void* data = nullptr;
   const cudaError_t status =
@@ -54,14 +49,9 @@ Buffer driver_memory(std::size_t bytes, const PinOptions& options, PinRefusal& r
     refusal = {.why = words(status), .no_memory = status == cudaErrorMemoryAllocation};
     return {};
   }
-  Buffer memory(static_cast<std::byte*>(data), bytes, free_host, nullptr);
+  Buffer memory(static_cast<std::byte*>(data), bytes, free_memory<cudaFreeHost>, nullptr);
   if (options.progress) options.progress(bytes, bytes);
   return memory;
-}
-
-void free_managed(void* /*context*/, std::byte* data, std::size_t /*bytes*/) noexcept {
-  const OutsideCapture guard;
-  check_in_destructor(cudaFree(data));
 }
 
 /// Pages that the host's threads touch first are of 2 MiB where they can be, and stay where they
@@ -94,7 +84,7 @@ Buffer managed_memory(int device, int node, std::size_t bytes, const PinOptions&
     refusal = {.why = words(status)};
     return {};
   }
-  Buffer memory(static_cast<std::byte*>(data), bytes, free_managed, nullptr);
+  Buffer memory(static_cast<std::byte*>(data), bytes, free_memory<cudaFree>, nullptr);
   cudaMemLocation host{};
   host.type = node >= 0 ? cudaMemLocationTypeHostNuma : cudaMemLocationTypeHost;
   host.id = std::max(0, node);

@@ -17,11 +17,6 @@ namespace {
 
 static_assert(sizeof(cudaIpcMemHandle_t) == sizeof(DeviceMemoryHandle::ipc));
 
-void close_shared(void* /*context*/, std::byte* data, std::size_t /*bytes*/) noexcept {
-  const OutsideCapture guard;
-  check_in_destructor(cudaIpcCloseMemHandle(data));
-}
-
 /// Bytes from `data` to the end of the allocation that it lies in.
 std::size_t bytes_behind(const std::byte* data) {
   static auto* const range_of =
@@ -57,7 +52,7 @@ Buffer open_shared(const DeviceMemoryHandle& handle, std::size_t bytes) {
                 "found one that CUDA refuses: ",
                 cudaGetErrorName(status));
   }
-  Buffer memory(static_cast<std::byte*>(data), bytes, close_shared, nullptr);
+  Buffer memory(static_cast<std::byte*>(data), bytes, free_memory<cudaIpcCloseMemHandle>, nullptr);
   const std::size_t found = bytes_behind(memory.data());
   if (found < bytes) {
     throw_error(ErrorCode::kInvalidArgument, "device memory: expected an allocation of ", bytes,
