@@ -1,10 +1,13 @@
 #include "formats/safetensors.h"
 
-#include "kvtier/error.h"
+#include "formats/atomic_file.h"
+#include "include/types/failure.h"
+#include "include/types/float16.h"
 
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cerrno>
 #include <cstring>
@@ -12,6 +15,7 @@
 #include <limits>
 #include <optional>
 #include <set>
+#include <span>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -25,13 +29,20 @@ using nlohmann::json;
 static_assert(std::endian::native == std::endian::little, "the format is little-endian");
 
 constexpr std::size_t kLengthBytes = 8;
+constexpr std::size_t kDataAlignment = 64;
 constexpr std::size_t kMaxHeaderBytes = std::size_t{100} << 20;
 constexpr int kMaxHeaderDepth = 3;  // file, tensor, shape
 constexpr std::size_t kMaxNamesInMessage = 32;
 constexpr std::string_view kMetadataName = "__metadata__";
+using Named = std::pair<std::string_view, DType>;
+constexpr std::array<Named, 4> kFormatNames{{{"F32", DType::kFloat32},
+                                             {"F16", DType::kFloat16},
+                                             {"BF16", DType::kBFloat16},
+                                             {"I32", DType::kInt32}}};
 
-[[noreturn]] void fail(ErrorCode code, const std::filesystem::path& path, const std::string& what) {
-  throw Error(code, path.string() + ": " + what);
+template <typename... Parts>
+[[noreturn]] void fail(ErrorCode code, const std::filesystem::path& path, const Parts&... parts) {
+  throw_error(code, path.string(), ": ", parts...);
 }
 
 /// What a message quotes of a file, which may be hostile.
@@ -43,12 +54,7 @@ std::string quote(std::string text) {
 
 std::string quote(const json& value) { return quote(value.dump()); }
 
-struct Mapping {
-  const std::byte* data = nullptr;
-  std::size_t bytes = 0;
-};
-
-Mapping map_file(const std::filesystem::path& path) {
+std::span<const std::byte> map_file(const std::filesystem::path& path) {
   // Without O_NONBLOCK a FIFO would block the caller until a writer opens it.
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) fail(ErrorCode::kNotFound, path, std::strerror(errno));
@@ -64,9 +70,7 @@ Mapping map_file(const std::filesystem::path& path) {
   ::close(file);
   if (!regular) fail(ErrorCode::kNotFound, path, "expected a regular file, found something else");
   if (bytes < kLengthBytes) {
-    fail(ErrorCode::kDataLoss, path,
-         "expected at least " + std::to_string(kLengthBytes) + " bytes, found " +
-             std::to_string(bytes));
+    fail(ErrorCode::kDataLoss, path, "expected at least ", kLengthBytes, " bytes, found ", bytes);
   }
   if (data == MAP_FAILED) fail(ErrorCode::kNotFound, path, std::strerror(reason));
   return {static_cast<const std::byte*>(data), bytes};
@@ -81,9 +85,8 @@ json parse_header(const std::filesystem::path& path, const char* begin, const ch
       case json::parse_event_t::object_start:
       case json::parse_event_t::array_start:
         if (depth >= kMaxHeaderDepth) {
-          fail(ErrorCode::kDataLoss, path,
-               "header: expected at most " + std::to_string(kMaxHeaderDepth) +
-                   " levels, found more");
+          fail(ErrorCode::kDataLoss, path, "header: expected at most ", kMaxHeaderDepth,
+               " levels, found more");
         }
         keys[depth + 1].clear();
         break;
@@ -103,8 +106,8 @@ json parse_header(const std::filesystem::path& path, const char* begin, const ch
   try {
     return json::parse(begin, end, check);
   } catch (const json::exception& error) {
-    fail(ErrorCode::kDataLoss, path,
-         std::string("header: expected JSON, found ") + quote(std::string(error.what())));
+    fail(ErrorCode::kDataLoss, path, "header: expected JSON, found ",
+         quote(std::string(error.what())));
   }
 }
 
@@ -114,13 +117,14 @@ struct Entry {
   const std::string& name;
   const json& value;
 
-  [[noreturn]] void reject(ErrorCode code, const std::string& what) const {
-    fail(code, path, "tensor '" + quote(name) + "': " + what);
+  template <typename... Parts>
+  [[noreturn]] void reject(ErrorCode code, const Parts&... parts) const {
+    fail(code, path, "tensor '", quote(name), "': ", parts...);
   }
   [[nodiscard]] const json& member(const char* key) const {
     const auto found = value.find(key);
     if (found == value.end()) {
-      reject(ErrorCode::kDataLoss, std::string("expected ") + key + ", found none");
+      reject(ErrorCode::kDataLoss, "expected ", key, ", found none");
     }
     return *found;
   }
@@ -129,13 +133,13 @@ struct Entry {
     const json& array = member(key);
     std::vector<std::int64_t> numbers;
     if (!array.is_array()) {
-      reject(ErrorCode::kDataLoss, std::string(key) + ": expected an array, found " + quote(array));
+      reject(ErrorCode::kDataLoss, key, ": expected an array, found ", quote(array));
     }
     for (const json& number : array) {
       constexpr auto kMost = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
       if (!number.is_number_unsigned() || number.get<std::uint64_t>() > kMost) {
-        reject(ErrorCode::kDataLoss,
-               std::string(key) + ": expected integers from 0 to 2^63 - 1, found " + quote(number));
+        reject(ErrorCode::kDataLoss, key, ": expected integers from 0 to 2^63 - 1, found ",
+               quote(number));
       }
       numbers.push_back(number.get<std::int64_t>());
     }
@@ -144,22 +148,21 @@ struct Entry {
   [[nodiscard]] DType dtype() const {
     const json& dtype = member("dtype");
     if (!dtype.is_string()) {
-      reject(ErrorCode::kDataLoss, "dtype: expected a string, found " + quote(dtype));
+      reject(ErrorCode::kDataLoss, "dtype: expected a string, found ", quote(dtype));
     }
     const auto& name_found = dtype.get_ref<const std::string&>();
-    if (name_found == "F32") return DType::kFloat32;
-    if (name_found == "F16") return DType::kFloat16;
-    if (name_found == "BF16") return DType::kBFloat16;
-    if (name_found == "I32") return DType::kInt32;
-    reject(ErrorCode::kInvalidArgument,
-           "dtype: expected F32, F16, BF16 or I32, found " + quote(name_found));
+    for (const auto& [format_name, type] : kFormatNames) {
+      if (name_found == format_name) return type;
+    }
+    reject(ErrorCode::kInvalidArgument, "dtype: expected F32, F16, BF16 or I32, found ",
+           quote(name_found));
   }
 };
 
 std::optional<std::int64_t> checked_bytes(const std::vector<std::int64_t>& shape, DType dtype) {
   std::int64_t product = 1;
   for (const std::int64_t extent : shape) {
-    if (__builtin_mul_overflow(product, extent, &product)) return std::nullopt;
+    if (extent < 0 || __builtin_mul_overflow(product, extent, &product)) return std::nullopt;
   }
   if (__builtin_mul_overflow(product, static_cast<std::int64_t>(dtype_bytes(dtype)), &product)) {
     return std::nullopt;
@@ -176,26 +179,24 @@ struct Placed {
 /// Reads one entry; the place of its bytes goes to `placed`.
 Tensor read_entry(const Entry& entry, std::int64_t data_bytes, Placed& placed) {
   if (!entry.value.is_object()) {
-    entry.reject(ErrorCode::kDataLoss, "expected an object, found " + quote(entry.value));
+    entry.reject(ErrorCode::kDataLoss, "expected an object, found ", quote(entry.value));
   }
   Tensor tensor;
   tensor.dtype = entry.dtype();
   tensor.shape = entry.integers("shape");
   const std::optional<std::int64_t> bytes = checked_bytes(tensor.shape, tensor.dtype);
   if (!bytes) {
-    entry.reject(ErrorCode::kDataLoss,
-                 "shape: expected fewer than 2^63 bytes, found " + quote(entry.member("shape")));
+    entry.reject(ErrorCode::kDataLoss, "shape: expected fewer than 2^63 bytes, found ",
+                 quote(entry.member("shape")));
   }
   const std::vector<std::int64_t> offsets = entry.integers("data_offsets");
   if (offsets.size() != 2 || offsets[0] > offsets[1] || offsets[1] > data_bytes) {
-    entry.reject(ErrorCode::kDataLoss,
-                 "data_offsets: expected begin <= end <= " + std::to_string(data_bytes) +
-                     ", found " + quote(entry.member("data_offsets")));
+    entry.reject(ErrorCode::kDataLoss, "data_offsets: expected begin <= end <= ", data_bytes,
+                 ", found ", quote(entry.member("data_offsets")));
   }
   if (offsets[1] - offsets[0] != *bytes) {
-    entry.reject(ErrorCode::kDataLoss, "data_offsets: expected the " + std::to_string(*bytes) +
-                                           " bytes of its shape, found " +
-                                           std::to_string(offsets[1] - offsets[0]));
+    entry.reject(ErrorCode::kDataLoss, "data_offsets: expected the ", *bytes,
+                 " bytes of its shape, found ", offsets[1] - offsets[0]);
   }
   tensor.bytes = static_cast<std::size_t>(*bytes);
   placed = {offsets[0], offsets[1], &entry.name};
@@ -204,19 +205,12 @@ Tensor read_entry(const Entry& entry, std::int64_t data_bytes, Placed& placed) {
 
 std::map<std::string, std::string, std::less<>> read_metadata(const std::filesystem::path& path,
                                                               const json& value) {
-  std::map<std::string, std::string, std::less<>> metadata;
-  bool strings = value.is_object();
-  if (strings) {
-    for (const auto& [key, text] : value.items()) {
-      strings = strings && text.is_string();
-      if (strings) metadata.emplace(key, text.get<std::string>());
-    }
+  try {
+    return value.get<std::map<std::string, std::string, std::less<>>>();
+  } catch (const json::exception&) {
+    fail(ErrorCode::kDataLoss, path, "__metadata__: expected an object of strings, found ",
+         quote(value));
   }
-  if (!strings) {
-    fail(ErrorCode::kDataLoss, path,
-         "__metadata__: expected an object of strings, found " + quote(value));
-  }
-  return metadata;
 }
 
 /// The tensors have to cover the data exactly.
@@ -228,18 +222,73 @@ void check_coverage(const std::filesystem::path& path, std::vector<Placed> place
   std::int64_t covered = 0;
   for (const Placed& one : placed) {
     if (one.begin != covered) {
-      fail(ErrorCode::kDataLoss, path,
-           "tensor '" + quote(*one.name) + "': expected its data at " + std::to_string(covered) +
-               (one.begin < covered ? ", found an overlap at " : ", found a hole up to ") +
-               std::to_string(one.begin));
+      fail(ErrorCode::kDataLoss, path, "tensor '", quote(*one.name), "': expected its data at ",
+           covered, one.begin < covered ? ", found an overlap at " : ", found a hole up to ",
+           one.begin);
     }
     covered = one.end;
   }
   if (covered != data_bytes) {
-    fail(ErrorCode::kDataLoss, path,
-         "expected " + std::to_string(covered) + " bytes of data, found " +
-             std::to_string(data_bytes));
+    fail(ErrorCode::kDataLoss, path, "expected ", covered, " bytes of data, found ", data_bytes);
   }
+}
+
+/// A tensor to be written, by its name.
+using Stored = std::pair<const std::string, Tensor>;
+
+void check_tensor(const std::string& name, const Tensor& tensor) {
+  const std::optional<std::int64_t> bytes = checked_bytes(tensor.shape, tensor.dtype);
+  if (!bytes || static_cast<std::uint64_t>(*bytes) != tensor.bytes ||
+      (tensor.bytes > 0 && tensor.data == nullptr)) {
+    throw_invalid("tensor '" + name + "'", "the bytes of its shape", tensor.bytes);
+  }
+  if (name == kMetadataName) throw_invalid("tensor name", "any but __metadata__", name);
+}
+
+/// Wide elements first: then each tensor is aligned to its elements without padding.
+std::vector<const Stored*> in_file_order(const std::map<std::string, Tensor>& tensors) {
+  std::vector<const Stored*> order;
+  for (const Stored& entry : tensors) order.push_back(&entry);
+  std::ranges::stable_sort(order, [](const Stored* a, const Stored* b) {
+    return dtype_bytes(a->second.dtype) > dtype_bytes(b->second.dtype);
+  });
+  return order;
+}
+
+/// Returns the length and the JSON, padded with blanks.
+std::string make_header(const std::vector<const Stored*>& order,
+                        const std::map<std::string, std::string>& metadata) {
+  json header = json::object();
+  if (!metadata.empty()) header[std::string(kMetadataName)] = metadata;
+  std::uint64_t offset = 0;
+  for (const auto* entry : order) {
+    const Tensor& tensor = entry->second;
+    header[entry->first] = {
+        {"dtype", std::ranges::find(kFormatNames, tensor.dtype, &Named::second)->first},
+        {"shape", tensor.shape},
+        {"data_offsets", {offset, offset + tensor.bytes}}};
+    offset += tensor.bytes;
+  }
+  std::string text;
+  try {
+    text = header.dump();
+  } catch (const json::exception& error) {
+    throw_invalid("names and metadata", "UTF-8", error.what());
+  }
+  const std::size_t end = kLengthBytes + text.size();
+  text.append((kDataAlignment - end % kDataAlignment) % kDataAlignment, ' ');
+  const auto length = static_cast<std::uint64_t>(text.size());
+  std::string head(kLengthBytes, '\0');
+  std::memcpy(head.data(), &length, kLengthBytes);
+  return head + text;
+}
+
+}  // namespace
+
+std::int64_t Tensor::elements() const noexcept {
+  std::int64_t product = 1;
+  for (const std::int64_t extent : shape) product *= extent;
+  return product;
 }
 
 std::string shape_text(const std::vector<std::int64_t>& shape) {
@@ -251,37 +300,40 @@ std::string shape_text(const std::vector<std::int64_t>& shape) {
   return text + "]";
 }
 
-}  // namespace
+std::string describe(const Tensor& tensor) {
+  return join(dtype_name(tensor.dtype), " ", shape_text(tensor.shape));
+}
 
-std::int64_t Tensor::elements() const noexcept {
-  std::int64_t product = 1;
-  for (const std::int64_t extent : shape) product *= extent;
-  return product;
+std::vector<float> to_float(const Tensor& tensor) {
+  std::vector<float> values(static_cast<std::size_t>(tensor.elements()));
+  with_float_type(tensor.dtype, [&]<typename Float>(Float) {
+    std::transform(tensor.as<Float>(), tensor.as<Float>() + values.size(), values.begin(),
+                   [](Float value) { return value.to_float(); });
+  });
+  return values;
 }
 
 SafeTensors SafeTensors::open(const std::filesystem::path& path) {
   SafeTensors file;
   file.path_ = path;
-  const Mapping mapping = map_file(path);
-  file.mapping_ = mapping.data;
-  file.mapping_bytes_ = mapping.bytes;
+  const std::span<const std::byte> mapping = map_file(path);
+  file.mapping_ = {mapping.data(), Unmap{mapping.size()}};
 
   std::uint64_t header_bytes = 0;
-  std::memcpy(&header_bytes, mapping.data, kLengthBytes);
-  const std::size_t most = std::min(mapping.bytes - kLengthBytes, kMaxHeaderBytes);
+  std::memcpy(&header_bytes, mapping.data(), kLengthBytes);
+  const std::size_t most = std::min(mapping.size() - kLengthBytes, kMaxHeaderBytes);
   if (header_bytes > most) {
-    fail(ErrorCode::kDataLoss, path,
-         "expected a safetensors file, with a header of at most " + std::to_string(most) +
-             " bytes, found one of " + std::to_string(header_bytes));
+    fail(ErrorCode::kDataLoss, path, "expected a safetensors file, with a header of at most ", most,
+         " bytes, found one of ", header_bytes);
   }
-  const char* begin = reinterpret_cast<const char*>(mapping.data + kLengthBytes);
+  const char* begin = reinterpret_cast<const char*>(mapping.data() + kLengthBytes);
   const json header = parse_header(path, begin, begin + header_bytes);
   if (!header.is_object()) {
     fail(ErrorCode::kDataLoss, path, "header: expected an object, found something else");
   }
 
-  const std::byte* data = mapping.data + kLengthBytes + header_bytes;
-  const auto data_bytes = static_cast<std::int64_t>(mapping.bytes - kLengthBytes -
+  const std::byte* data = mapping.data() + kLengthBytes + header_bytes;
+  const auto data_bytes = static_cast<std::int64_t>(mapping.size() - kLengthBytes -
                                                     static_cast<std::size_t>(header_bytes));
   std::vector<Placed> all;
   for (const auto& [name, value] : header.items()) {
@@ -299,7 +351,7 @@ SafeTensors SafeTensors::open(const std::filesystem::path& path) {
   check_coverage(path, std::move(all), data_bytes);
 
   for (auto& [name, tensor] : file.tensors_) {
-    if (tensor.bytes == 0) tensor.data = file.mapping_;
+    if (tensor.bytes == 0) tensor.data = mapping.data();
     if (reinterpret_cast<std::uintptr_t>(tensor.data) % dtype_bytes(tensor.dtype) == 0) continue;
     file.aligned_copies_.emplace_back(tensor.data, tensor.data + tensor.bytes);
     tensor.data = file.aligned_copies_.back().data();
@@ -307,20 +359,8 @@ SafeTensors SafeTensors::open(const std::filesystem::path& path) {
   return file;
 }
 
-SafeTensors::SafeTensors(SafeTensors&& other) noexcept { *this = std::move(other); }
-
-SafeTensors& SafeTensors::operator=(SafeTensors&& other) noexcept {
-  std::swap(path_, other.path_);
-  std::swap(mapping_, other.mapping_);
-  std::swap(mapping_bytes_, other.mapping_bytes_);
-  std::swap(aligned_copies_, other.aligned_copies_);
-  std::swap(tensors_, other.tensors_);
-  std::swap(metadata_, other.metadata_);
-  return *this;
-}
-
-SafeTensors::~SafeTensors() {
-  if (mapping_ != nullptr) ::munmap(const_cast<std::byte*>(mapping_), mapping_bytes_);
+void SafeTensors::Unmap::operator()(const std::byte* data) const noexcept {
+  ::munmap(const_cast<std::byte*>(data), bytes);
 }
 
 const Tensor& SafeTensors::at(std::string_view name) const {
@@ -334,8 +374,8 @@ const Tensor& SafeTensors::at(std::string_view name) const {
     names += (listed++ == 0 ? "" : ", ") + other;
   }
   if (listed < tensors_.size()) names += ", ... (" + std::to_string(tensors_.size()) + " in all)";
-  fail(ErrorCode::kNotFound, path_,
-       "expected tensor '" + std::string(name) + "', found: " + (listed == 0 ? "none" : names));
+  fail(ErrorCode::kNotFound, path_, "expected tensor '", name,
+       "', found: ", listed == 0 ? "none" : names);
 }
 
 bool SafeTensors::contains(std::string_view name) const { return tensors_.contains(name); }
@@ -347,12 +387,25 @@ const Tensor& SafeTensors::at(std::string_view name, DType dtype,
       shape, tensor.shape,
       [](std::int64_t wanted, std::int64_t found) { return wanted == -1 || wanted == found; });
   if (tensor.dtype != dtype || !fits) {
-    fail(ErrorCode::kInvalidArgument, path_,
-         "tensor '" + std::string(name) + "': expected " + std::string(dtype_name(dtype)) + " " +
-             shape_text(shape) + ", found " + std::string(dtype_name(tensor.dtype)) + " " +
-             shape_text(tensor.shape));
+    fail(ErrorCode::kInvalidArgument, path_, "tensor '", name, "': expected ", dtype_name(dtype),
+         " ", shape_text(shape), ", found ", describe(tensor));
   }
   return tensor;
+}
+
+void write_safetensors(const std::filesystem::path& path,
+                       const std::map<std::string, Tensor>& tensors,
+                       const std::map<std::string, std::string>& metadata) {
+  for (const auto& [name, tensor] : tensors) check_tensor(name, tensor);
+  const std::vector<const Stored*> order = in_file_order(tensors);
+  const std::string header = make_header(order, metadata);
+
+  AtomicFile file(path);
+  file.write(header);
+  for (const Stored* entry : order) {
+    file.write({reinterpret_cast<const char*>(entry->second.data), entry->second.bytes});
+  }
+  file.commit();
 }
 
 }  // namespace kvtier::formats

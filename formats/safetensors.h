@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -27,6 +28,13 @@ struct Tensor {
   }
 };
 
+/// Returns, for example, "[5, any]", where an extent below 0 is any.
+[[nodiscard]] std::string shape_text(const std::vector<std::int64_t>& shape);
+/// Returns, for example, "bf16 [5, 2, 128]".
+[[nodiscard]] std::string describe(const Tensor& tensor);
+/// Converts a tensor of floats to fp32.
+[[nodiscard]] std::vector<float> to_float(const Tensor& tensor);
+
 /// A safetensors file, memory-mapped read-only: an 8-byte little-endian header length, a JSON
 /// header of {name: {dtype, shape, data_offsets}}, then the data. Dtypes F32, F16, BF16 and I32.
 ///
@@ -39,9 +47,6 @@ struct Tensor {
 class SafeTensors {
  public:
   [[nodiscard]] static SafeTensors open(const std::filesystem::path& path);
-  SafeTensors(SafeTensors&&) noexcept;
-  SafeTensors& operator=(SafeTensors&&) noexcept;
-  ~SafeTensors();
 
   /// Returns a tensor; throws `kNotFound` with the names of the file when there is none.
   [[nodiscard]] const Tensor& at(std::string_view name) const;
@@ -60,11 +65,14 @@ class SafeTensors {
   [[nodiscard]] const std::filesystem::path& path() const noexcept { return path_; }
 
  private:
+  struct Unmap {
+    std::size_t bytes;
+    void operator()(const std::byte* data) const noexcept;
+  };
   SafeTensors() = default;
 
   std::filesystem::path path_;
-  const std::byte* mapping_ = nullptr;
-  std::size_t mapping_bytes_ = 0;
+  std::unique_ptr<const std::byte, Unmap> mapping_;
   std::vector<std::vector<std::byte>> aligned_copies_;
   std::map<std::string, Tensor, std::less<>> tensors_;
   std::map<std::string, std::string, std::less<>> metadata_;

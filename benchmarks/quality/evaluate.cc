@@ -75,9 +75,9 @@ class LayerEvaluation {
       : trace_(trace),
         options_(options),
         dense_(trace, layer),
-        keys_(services::to_float(layer.keys)),
-        values_(services::to_float(layer.values)),
-        queries_(services::to_float(layer.queries)),
+        keys_(to_float(layer.keys)),
+        values_(to_float(layer.values)),
+        queries_(to_float(layer.queries)),
         group_(trace.query_heads() / trace.kv_heads()),
         steps_(evaluated_steps(trace.steps(), options.steps)) {}
 

@@ -4,7 +4,7 @@
 #include "benchmarks/quality/evaluate.h"
 #include "benchmarks/quality/origin.h"
 #include "benchmarks/quality/program.h"
-#include "services/console/atomic_file.h"
+#include "formats/atomic_file.h"
 #include "services/evaluation/trace.h"
 
 #include <CLI/CLI.hpp>
@@ -97,7 +97,7 @@ int run(int argc, char** argv) {
       ->check(CLI::NonNegativeNumber);
   app.add_option("--json", json_file, "Write the report to this file")->required();
   CLI11_PARSE(app, argc, argv);
-  services::AtomicFile json(json_file);
+  formats::AtomicFile json(json_file);
   const services::Trace trace = services::Trace::open(file);
   if (::isatty(2) == 1) {
     options.progress = [](double share) {

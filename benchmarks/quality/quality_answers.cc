@@ -3,8 +3,8 @@
 #include "benchmarks/quality/answers.h"
 #include "benchmarks/quality/origin.h"
 #include "benchmarks/quality/program.h"
+#include "formats/atomic_file.h"
 #include "llama/compute.h"
-#include "services/console/atomic_file.h"
 
 #include <CLI/CLI.hpp>
 
@@ -57,7 +57,7 @@ int run(int argc, char** argv) {
   app.add_option("--hardware", hardware, "Machine, for the report")->capture_default_str();
   app.add_option("--json", json_file, "Write the report to this file")->required();
   CLI11_PARSE(app, argc, argv);
-  services::AtomicFile file(json_file);
+  formats::AtomicFile file(json_file);
   options.progress = [](const std::string& what) { std::cerr << what << std::endl; };
   llama::Decoder decoder = llama::load_decoder(model, llama::make_cpu_compute());
   const llama::TaskFile task_file(tasks);

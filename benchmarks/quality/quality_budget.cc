@@ -6,8 +6,8 @@
 #include "benchmarks/quality/budget.h"
 #include "benchmarks/quality/origin.h"
 #include "benchmarks/quality/program.h"
+#include "formats/atomic_file.h"
 #include "llama/compute.h"
-#include "services/console/atomic_file.h"
 
 #include <CLI/CLI.hpp>
 
@@ -114,7 +114,7 @@ int run(int argc, char** argv) {
                                                  std::to_string(a.traces.size()) + ", found " +
                                                  std::to_string(a.names.size()));
   }
-  services::AtomicFile file(a.json);
+  formats::AtomicFile file(a.json);
   nlohmann::json json = origin(a.hardware, command_line("kvtier-quality-budget", argc, argv));
   json["made_by"] = a.made_by;
   json["planes"] = a.options.planes;

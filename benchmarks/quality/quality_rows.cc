@@ -6,7 +6,7 @@
 #include "benchmarks/quality/page_cache.h"
 #include "benchmarks/quality/program.h"
 #include "benchmarks/quality/row_cache.h"
-#include "services/console/atomic_file.h"
+#include "formats/atomic_file.h"
 #include "services/evaluation/selection_trace.h"
 
 #include <CLI/CLI.hpp>
@@ -169,7 +169,7 @@ int run(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   retrieval.rule = rule == "priority" ? SelectionRule::kPriority : SelectionRule::kTopK;
   retrieval.code = code == "scalar" ? SketchCode::kScalar : SketchCode::kSign;
-  services::AtomicFile out(json_file);
+  formats::AtomicFile out(json_file);
   nlohmann::json json = origin(hardware, command_line("kvtier-quality-rows", argc, argv));
   json.update({{"made_by", made_by},
                {"selection", "per_kv_head"},

@@ -3,29 +3,22 @@
 #include "kvtier/error.h"
 #include "kvtier/memory.h"
 
+#include "formats/atomic_file.h"
 #include "formats/safetensors.h"
+#include "services/console/text.h"
 
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <ctime>
-#include <fstream>
 #include <map>
 #include <set>
 
 namespace kvtier::llama {
 namespace {
 
-template <typename... Args>
-std::string format(const char* pattern, Args... args) {
-  const int size = std::snprintf(nullptr, 0, pattern, args...);
-  std::string text(static_cast<std::size_t>(size) + 1, '\0');
-  std::snprintf(text.data(), text.size(), pattern, args...);
-  text.pop_back();
-  return text;
-}
+using services::format;
 
 std::string bytes_text(double bytes) {
   if (bytes >= static_cast<double>(GiB))
@@ -170,21 +163,6 @@ std::string utc_now() {
   return text;
 }
 
-std::filesystem::path temporary_of(std::filesystem::path path) { return path += ".tmp"; }
-
-/// Writes to a temporary name first.
-void write_whole(const std::filesystem::path& path, const nlohmann::json& root) {
-  const std::filesystem::path temporary = temporary_of(path);
-  std::ofstream file(temporary);
-  file << root.dump(1) << '\n';
-  file.close();
-  std::error_code error;
-  if (file) std::filesystem::rename(temporary, path, error);
-  if (!file || error) {
-    throw Error(ErrorCode::kUnavailable, "--json: cannot write " + path.string());
-  }
-}
-
 nlohmann::json row_json(const EvalRow& row, const std::string& place, int head_dim) {
   nlohmann::json json;
   const RetrievalConfig& retrieval = row.method.retrieval;
@@ -262,12 +240,11 @@ void print_report(std::ostream& out, const ModelConfig& model, const EvalResult&
 
 void check_writable(const std::filesystem::path& path, const std::string& option) {
   if (path.empty()) return;
-  const std::filesystem::path temporary = temporary_of(path);
-  std::error_code error;
-  if (std::filesystem::is_directory(path, error) || !std::ofstream(temporary, std::ios::app)) {
+  try {
+    const formats::AtomicFile file(path);
+  } catch (const Error&) {
     throw Error(ErrorCode::kUnavailable, option + ": cannot write " + path.string());
   }
-  std::filesystem::remove(temporary, error);
 }
 
 void write_json(const std::filesystem::path& path, const RunInfo& info, const EvalResult& result) {
@@ -281,7 +258,7 @@ void write_json(const std::filesystem::path& path, const RunInfo& info, const Ev
   for (const EvalRow& row : result.rows)
     root["cases"].push_back(row_json(row, result.place, result.head_dim));
 
-  write_whole(path, root);
+  formats::AtomicFile(path).commit(root.dump(1) + "\n");
 }
 
 void write_json(const std::filesystem::path& path, const std::string& command,
@@ -309,7 +286,7 @@ void write_json(const std::filesystem::path& path, const std::string& command,
                             {"tokens_per_second", row.tokens_per_second}});
     if (row.over_dense > 0.0) root["rows"].back()["over_dense"] = row.over_dense;
   }
-  write_whole(path, root);
+  formats::AtomicFile(path).commit(root.dump(1) + "\n");
 }
 
 void write_logits(const std::filesystem::path& path, std::int64_t vocab_size,

@@ -2,7 +2,6 @@
 
 #include "kvtier/error.h"
 
-#include "formats/float16.h"
 #include "formats/safetensors.h"
 
 #include <nlohmann/json.hpp>
@@ -37,26 +36,6 @@ std::set<std::string> shard_names(const std::filesystem::path& directory) {
     names.insert(name);
   }
   return names;
-}
-
-void widen(const Tensor& tensor, float* out) {
-  const auto count = static_cast<std::size_t>(tensor.elements());
-  if (tensor.dtype == DType::kFloat32) {
-    std::copy_n(tensor.as<float>(), count, out);
-    return;
-  }
-  const auto* bits = tensor.as<std::uint16_t>();
-  const auto convert =
-      tensor.dtype == DType::kBFloat16 ? formats::from_bfloat16 : formats::from_float16;
-  for (std::size_t i = 0; i < count; ++i) out[i] = convert(bits[i]);
-}
-
-std::string shape_text(const std::vector<std::int64_t>& shape) {
-  std::string text = "[";
-  for (std::size_t i = 0; i < shape.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
-  }
-  return text + "]";
 }
 
 /// All tensors of a checkpoint by name; remembers which were taken.
@@ -107,17 +86,15 @@ class Checkpoint {
     const auto it = tensors_.find(name);
     if (it == tensors_.end()) {
       throw Error(ErrorCode::kNotFound, directory_.string() + ": expected the weight " + name +
-                                            " " + shape_text(shape) + ", found none");
+                                            " " + formats::shape_text(shape) + ", found none");
     }
     const Tensor& tensor = *it->second;
     if (tensor.shape != shape || tensor.dtype == DType::kInt32) {
       throw Error(ErrorCode::kInvalidArgument,
                   directory_.string() + ": " + name + ": expected fp32, fp16 or bf16 " +
-                      shape_text(shape) + ", found " + std::string(dtype_name(tensor.dtype)) + " " +
-                      shape_text(tensor.shape));
+                      formats::shape_text(shape) + ", found " + describe(tensor));
     }
-    std::vector<float> values(static_cast<std::size_t>(tensor.elements()));
-    widen(tensor, values.data());
+    const std::vector<float> values = to_float(tensor);
     Buffer buffer = compute_.allocate(values.size() * sizeof(float));
     compute_.upload(buffer.floats(), values.data(), values.size() * sizeof(float));
     tensors_.erase(it);

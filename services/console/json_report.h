@@ -1,6 +1,6 @@
 #pragma once
 
-#include "services/console/atomic_file.h"
+#include "formats/atomic_file.h"
 #include "services/console/console.h"
 
 #include <nlohmann/json.hpp>
@@ -38,7 +38,7 @@ class JsonReport {
  private:
   const Console& console_;
   bool is_standard_;
-  std::optional<AtomicFile> file_;
+  std::optional<formats::AtomicFile> file_;
 };
 
 }  // namespace kvtier::services

@@ -1,31 +1,18 @@
 #include "services/evaluation/trace.h"
 
-#include "kvtier/error.h"
-
-#include "formats/float16.h"
+#include "include/types/failure.h"
 
 #include <algorithm>
 #include <charconv>
-#include <cstring>
 #include <optional>
 #include <string_view>
 
 namespace kvtier::services {
 namespace {
 
-std::string describe(const formats::Tensor& tensor) {
-  std::string text(dtype_name(tensor.dtype));
-  text += " [";
-  for (std::size_t i = 0; i < tensor.shape.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(tensor.shape[i]);
-  }
-  return text + "]";
-}
-
 [[noreturn]] void reject(const std::filesystem::path& path, const std::string& tensor,
                          const std::string& expected, const formats::Tensor& found) {
-  throw Error(ErrorCode::kInvalidArgument, path.string() + ": tensor " + tensor + ": expected " +
-                                               expected + ", found " + describe(found));
+  throw_invalid(path.string() + ": tensor " + tensor, expected, describe(found));
 }
 
 void check_layer(const std::filesystem::path& path, const std::string& prefix,
@@ -44,8 +31,8 @@ void check_layer(const std::filesystem::path& path, const std::string& prefix,
   }
   if (q.shape[0] % k.shape[0] != 0 || q.shape[2] != k.shape[2] || q.shape[1] > k.shape[1]) {
     reject(path, prefix + "q",
-           "a multiple of " + std::to_string(k.shape[0]) + " heads, at most " +
-               std::to_string(k.shape[1]) + " steps, head_dim " + std::to_string(k.shape[2]),
+           join("a multiple of ", k.shape[0], " heads, at most ", k.shape[1], " steps, head_dim ",
+                k.shape[2]),
            q);
   }
   if (layer.attention.shape != q.shape || layer.attention.dtype == DType::kInt32) {
@@ -114,22 +101,6 @@ TensorView Trace::by_token(const formats::Tensor& tensor, std::int64_t begin, st
   TensorView view(tensor.data + offset, tensor.dtype, {count, heads, head_dim});
   view.strides = {head_dim, extent * head_dim, 1, 0};
   return view;
-}
-
-std::vector<float> to_float(const formats::Tensor& tensor) {
-  std::vector<float> values(static_cast<std::size_t>(tensor.elements()));
-  if (tensor.dtype == DType::kFloat32) {
-    std::memcpy(values.data(), tensor.data, tensor.bytes);
-    return values;
-  }
-  const auto widen =
-      tensor.dtype == DType::kFloat16 ? formats::from_float16 : formats::from_bfloat16;
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    std::uint16_t bits = 0;
-    std::memcpy(&bits, tensor.data + 2 * i, sizeof(bits));
-    values[i] = widen(bits);
-  }
-  return values;
 }
 
 }  // namespace kvtier::services

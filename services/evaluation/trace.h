@@ -51,7 +51,4 @@ class Trace {
   std::vector<TraceLayer> layers_;
 };
 
-/// Converts a tensor to fp32.
-[[nodiscard]] std::vector<float> to_float(const formats::Tensor& tensor);
-
 }  // namespace kvtier::services

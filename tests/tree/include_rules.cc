@@ -49,7 +49,7 @@ const std::map<std::string, Modules, std::less<>> kArrows{
      {"services/metrics", "services/dataplane", "services/core", "services/page_cache",
       "services/base", "services/wire", "api", "proto"}},
     {"services/client", {"services/wire", "api", "proto", "transfer/tiers"}},
-    {"services/console", {"api"}},
+    {"services/console", {"api", "formats"}},
     {"services/evaluation", {"api", "formats"}},
     {"services/serve",
      {"services/server", "services/metrics", "services/page_cache", "services/base",

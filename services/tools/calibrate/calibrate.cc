@@ -1,8 +1,7 @@
 #include "services/tools/calibrate/calibrate.h"
 
-#include "kvtier/error.h"
-
-#include "services/console/atomic_file.h"
+#include "formats/atomic_file.h"
+#include "include/types/failure.h"
 #include "services/console/enum_names.h"
 #include "services/console/options.h"
 #include "services/console/text.h"
@@ -45,9 +44,8 @@ void make_folder(const std::filesystem::path& file) {
   std::error_code error;
   std::filesystem::create_directories(file.parent_path(), error);
   if (error) {
-    throw Error(ErrorCode::kUnavailable,
-                file.parent_path().string() +
-                    ": expected a folder that can be made, found: " + error.message());
+    throw_error(ErrorCode::kUnavailable, file.parent_path().string(),
+                ": expected a folder that can be made, found: ", error.message());
   }
 }
 
@@ -88,7 +86,7 @@ void run_calibrate(CalibrateCommand command, const Console& console) {
   const std::filesystem::path path =
       command.output.empty() ? default_calibration_path() : std::filesystem::path(command.output);
   make_folder(path);
-  AtomicFile file(path);
+  formats::AtomicFile file(path);
   bool begun = false;
   command.options.progress = [&](const CalibrationEntry& entry) {
     if (!begun) write_head(console.out, command.options);

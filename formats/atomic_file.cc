@@ -1,4 +1,4 @@
-#include "services/console/atomic_file.h"
+#include "formats/atomic_file.h"
 
 #include "kvtier/error.h"
 
@@ -10,7 +10,7 @@
 #include <unistd.h>
 #include <utility>
 
-namespace kvtier::services {
+namespace kvtier::formats {
 namespace {
 
 [[noreturn]] void fail(const std::filesystem::path& path, const std::string& reason) {
@@ -36,16 +36,17 @@ AtomicFile::~AtomicFile() {
   if (!committed_) (void)::unlink(temporary_.c_str());
 }
 
-void AtomicFile::commit(std::string_view text) {
-  if (::ftruncate(fd_, 0) != 0 || ::lseek(fd_, 0, SEEK_SET) != 0) {
-    fail(path_, std::strerror(errno));
-  }
-  while (!text.empty()) {
-    const ssize_t written = ::write(fd_, text.data(), text.size());
+void AtomicFile::write(std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t written = ::write(fd_, bytes.data(), bytes.size());
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) fail(path_, std::strerror(errno));
-    text.remove_prefix(static_cast<std::size_t>(written));
+    bytes.remove_prefix(static_cast<std::size_t>(written));
   }
+}
+
+void AtomicFile::commit(std::string_view rest) {
+  write(rest);
   // Some special files cannot be synced, and need not be.
   if (::fsync(fd_) != 0 && errno != EINVAL) fail(path_, std::strerror(errno));
   std::error_code error;
@@ -54,4 +55,4 @@ void AtomicFile::commit(std::string_view text) {
   committed_ = true;
 }
 
-}  // namespace kvtier::services
+}  // namespace kvtier::formats

@@ -1,4 +1,4 @@
-#include "services/console/atomic_file.h"
+#include "formats/atomic_file.h"
 
 #include "kvtier/error.h"
 
@@ -9,10 +9,12 @@
 #include <string>
 #include <unistd.h>
 
-namespace kvtier::services {
+namespace kvtier::formats {
 namespace {
 
-class AtomicFileTest : public FolderTest {};
+using services::read_text;
+
+class AtomicFileTest : public services::FolderTest {};
 
 TEST_F(AtomicFileTest, AppearsWholeOnCommit) {
   {
@@ -76,4 +78,4 @@ TEST_F(AtomicFileTest, ReportsAPlaceThatVanished) {
 }
 
 }  // namespace
-}  // namespace kvtier::services
+}  // namespace kvtier::formats

@@ -3,7 +3,7 @@
 #include <filesystem>
 #include <string_view>
 
-namespace kvtier::services {
+namespace kvtier::formats {
 
 /// A file that appears whole or not at all: written under a temporary name beside its place, on the
 /// disk, then renamed. Nothing that is there under such a name is opened.
@@ -19,9 +19,10 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
   ~AtomicFile();
 
-  /// Writes `text` and puts the file in its place. Throws `kUnavailable`, the former file
-  /// untouched.
-  void commit(std::string_view text);
+  /// Writes more. Throws `kUnavailable`, the former file untouched, as does `commit`.
+  void write(std::string_view bytes);
+  /// Writes `rest` and puts the file in its place.
+  void commit(std::string_view rest = {});
 
  private:
   std::filesystem::path path_;
@@ -30,4 +31,4 @@ class AtomicFile {
   bool committed_ = false;
 };
 
-}  // namespace kvtier::services
+}  // namespace kvtier::formats
