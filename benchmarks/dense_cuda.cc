@@ -3,7 +3,7 @@
 #include "benchmarks/benchmarks.h"
 #include "benchmarks/cudnn_attention_cuda.h"
 #include "benchmarks/steps_cuda.h"
-#include "formats/float16.h"
+#include "include/types/float16.h"
 #include "transfer/device/cuda_check.h"
 
 #include <algorithm>
@@ -38,7 +38,8 @@ std::vector<float> on_host(const DeviceTensor& tensor) {
   std::vector<std::uint16_t> bits(static_cast<std::size_t>(tensor.count()));
   KVTIER_CUDA_CHECK(cudaMemcpy(bits.data(), tensor.data(), bits.size() * 2, cudaMemcpyDefault));
   std::vector<float> values(bits.size());
-  std::ranges::transform(bits, values.begin(), formats::from_bfloat16);
+  std::ranges::transform(bits, values.begin(),
+                         [](std::uint16_t each) { return BFloat16{each}.to_float(); });
   return values;
 }
 

@@ -3,7 +3,7 @@
 #include "kvtier/error.h"
 
 #include "benchmarks/quality/answer_plans.h"
-#include "formats/float16.h"
+#include "include/types/float16.h"
 #include "llama/runtime_options.h"
 #include "services/evaluation/synthetic.h"
 #include "services/evaluation/threads.h"
@@ -60,8 +60,8 @@ class Cache {
             offset(step.layer, head) + static_cast<std::size_t>((step.first_position + t) * d);
         const std::int64_t from = (t * model_.kv_heads + head) * d;
         for (std::int64_t i = 0; i < d; ++i) {
-          keys_[to + static_cast<std::size_t>(i)] = formats::from_bfloat16(step.key[from + i]);
-          values_[to + static_cast<std::size_t>(i)] = formats::from_bfloat16(step.value[from + i]);
+          keys_[to + static_cast<std::size_t>(i)] = BFloat16{step.key[from + i]}.to_float();
+          values_[to + static_cast<std::size_t>(i)] = BFloat16{step.value[from + i]}.to_float();
         }
       }
     }

@@ -1,4 +1,4 @@
-#include "formats/float16.h"
+#include "include/types/float16.h"
 #include "llama/blas.h"
 #include "llama/compute.h"
 #include "llama/simd_loops.h"
@@ -191,7 +191,7 @@ class CpuCompute final : public Compute {
     silu_times(gate, up, count);
   }
   void round(const float* x, std::int64_t count, std::uint16_t* out) override {
-    std::transform(x, x + count, out, formats::to_bfloat16);
+    std::transform(x, x + count, out, [](float each) { return BFloat16::from_float(each).bits; });
   }
 
   void scatter_heads(const std::uint16_t* rows, std::int64_t tokens, int heads, int head_dim,
@@ -199,7 +199,7 @@ class CpuCompute final : public Compute {
     for (std::int64_t row = 0; row < tokens * heads; ++row) {
       const std::int64_t target = row % heads * capacity + first + row / heads;
       std::transform(rows + row * head_dim, rows + (row + 1) * head_dim, out + target * head_dim,
-                     formats::from_bfloat16);
+                     [](std::uint16_t each) { return BFloat16{each}.to_float(); });
     }
   }
 

@@ -2,8 +2,8 @@
 
 #include "kvtier/error.h"
 
-#include "formats/float16.h"
 #include "formats/safetensors.h"
+#include "include/types/float16.h"
 
 #include <cmath>
 #include <map>
@@ -96,7 +96,8 @@ class Recorder {
     std::vector<float> rows(static_cast<std::size_t>(count));
     decoder_.compute().download(rows.data(), from, rows.size() * sizeof(float));
     std::vector<std::uint16_t> result(rows.size());
-    std::transform(rows.begin(), rows.end(), result.begin(), formats::to_bfloat16);
+    std::transform(rows.begin(), rows.end(), result.begin(),
+                   [](float each) { return BFloat16::from_float(each).bits; });
     return result;
   }
 

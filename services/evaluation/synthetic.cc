@@ -1,6 +1,6 @@
 #include "services/evaluation/synthetic.h"
 
-#include "formats/float16.h"
+#include "include/types/float16.h"
 #include "services/evaluation/random.h"
 #include "services/evaluation/threads.h"
 
@@ -67,8 +67,9 @@ void write_key(const RowParts& parts, int half, std::uint16_t* key) {
     const float high = p.topic[i + half] + p.kind[i + half];
     const float x = low * p.cosine[i] - high * p.sine[i];
     const float y = high * p.cosine[i] + low * p.sine[i];
-    key[i] = formats::to_bfloat16(x + p.key_noise_scale[i] * p.key_noise[i]);
-    key[i + half] = formats::to_bfloat16(y + p.key_noise_scale[i + half] * p.key_noise[i + half]);
+    key[i] = BFloat16::from_float(x + p.key_noise_scale[i] * p.key_noise[i]).bits;
+    key[i + half] =
+        BFloat16::from_float(y + p.key_noise_scale[i + half] * p.key_noise[i + half]).bits;
   }
 }
 
@@ -76,7 +77,8 @@ void write_value(const RowParts& parts, int dim, std::uint16_t* value) {
   const RowParts p = parts;
   constexpr float kNoise = 0.866025F;  // sqrt(1 - kValueKindShare)
   for (int i = 0; i < dim; ++i) {
-    value[i] = formats::to_bfloat16(p.value_norm * (p.value_kind[i] + kNoise * p.value_noise[i]));
+    value[i] =
+        BFloat16::from_float(p.value_norm * (p.value_kind[i] + kNoise * p.value_noise[i])).bits;
   }
 }
 
@@ -277,7 +279,8 @@ std::span<const std::uint16_t> QuerySource::next() {
     const float* const self = state_.data() + (kv_heads + head) * d;
     for (std::size_t i = 0; i < d; ++i) {
       const float scale = slow(static_cast<int>(i), head_dim_) ? slow_scale : fast_scale;
-      queries_[head * d + i] = formats::to_bfloat16(scale * (shared * group[i] + own * self[i]));
+      queries_[head * d + i] =
+          BFloat16::from_float(scale * (shared * group[i] + own * self[i])).bits;
     }
   }
   return queries_;

@@ -2,8 +2,8 @@
 
 #include "kvtier/error.h"
 
-#include "formats/float16.h"
 #include "formats/safetensors.h"
+#include "include/types/float16.h"
 #include "tests/llama/reference_model.h"
 #include "tests/llama/temporary_folder.h"
 #include "tests/llama/tiny_tasks.h"
@@ -51,7 +51,7 @@ class RecordTest : public ::testing::Test {
 
 double element(const Tensor& tensor, std::int64_t head, std::int64_t token, std::int64_t i) {
   const std::int64_t at = (head * tensor.shape[1] + token) * tensor.shape[2] + i;
-  return formats::from_bfloat16(tensor.as<std::uint16_t>()[at]);
+  return BFloat16{tensor.as<std::uint16_t>()[at]}.to_float();
 }
 
 TEST_F(RecordTest, OutputsAreTheAttentionOfTheQueriesOverTheKeys) {

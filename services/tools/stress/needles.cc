@@ -1,6 +1,6 @@
 #include "services/tools/stress/needles.h"
 
-#include "formats/float16.h"
+#include "include/types/float16.h"
 #include "include/types/log_sum_exp.h"
 #include "services/evaluation/random.h"
 #include "services/evaluation/threads.h"
@@ -42,7 +42,7 @@ std::vector<float> logits_of(const LayerSource& source, int kv_head, std::span<c
     for (std::int64_t i = 0; i < dim; ++i) {
       for (std::int64_t t = 0; t < block; ++t) {
         transposed[static_cast<std::size_t>(i * kBlock + t)] =
-            formats::from_bfloat16(keys[static_cast<std::size_t>(t * dim + i)]);
+            BFloat16{keys[static_cast<std::size_t>(t * dim + i)]}.to_float();
       }
     }
     for (std::int64_t row = 0; row < num; ++row) {
@@ -64,7 +64,8 @@ std::vector<float> logits_of(const LayerSource& source, int kv_head, std::span<c
 
 std::vector<float> widen(std::span<const std::uint16_t> bits) {
   std::vector<float> values(bits.size());
-  std::ranges::transform(bits, values.begin(), formats::from_bfloat16);
+  std::ranges::transform(bits, values.begin(),
+                         [](std::uint16_t each) { return BFloat16{each}.to_float(); });
   return values;
 }
 
@@ -157,8 +158,9 @@ class GroupRanking {
     }
     std::vector<std::uint16_t> key(direction.size());
     for (std::size_t i = 0; i < key.size(); ++i) {
-      key[i] = formats::to_bfloat16(
-          static_cast<float>(static_cast<double>(base[i]) + high * direction[i]));
+      key[i] = BFloat16::from_float(
+                   static_cast<float>(static_cast<double>(base[i]) + high * direction[i]))
+                   .bits;
     }
     return key;
   }

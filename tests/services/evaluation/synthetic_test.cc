@@ -1,6 +1,6 @@
 #include "services/evaluation/synthetic.h"
 
-#include "formats/float16.h"
+#include "include/types/float16.h"
 
 #include <gtest/gtest.h>
 
@@ -41,7 +41,7 @@ double mean_length(const Bits& bits, std::size_t dim) {
   for (std::size_t begin = 0; begin < bits.size(); begin += dim) {
     double squares = 0.0;
     for (std::size_t i = begin; i < begin + dim; ++i) {
-      const auto x = static_cast<double>(formats::from_bfloat16(bits[i]));
+      const auto x = static_cast<double>(BFloat16{bits[i]}.to_float());
       squares += x * x;
     }
     sum += std::sqrt(squares);
@@ -114,9 +114,9 @@ TEST(Synthetic, KeepsSegmentsTogether) {
     double sum = 0.0;
     for (std::int64_t i = 0; i < 128; ++i) {
       sum += static_cast<double>(
-                 formats::from_bfloat16(rows.keys[static_cast<std::size_t>(a * 256 + i)])) *
+                 BFloat16{rows.keys[static_cast<std::size_t>(a * 256 + i)]}.to_float()) *
              static_cast<double>(
-                 formats::from_bfloat16(rows.keys[static_cast<std::size_t>(b * 256 + i)]));
+                 BFloat16{rows.keys[static_cast<std::size_t>(b * 256 + i)]}.to_float());
     }
     return sum;
   };
@@ -135,7 +135,7 @@ TEST(Synthetic, PlantsNeedlesInWhateverChunkHoldsThem) {
   const SyntheticShape shape = small_shape();
   LayerSource source = make_source(shape);
   const Rows before = rows_of(source, shape, 100, 50);
-  const Bits key(128, formats::to_bfloat16(3.0F));
+  const Bits key(128, BFloat16::from_float(3.0F).bits);
   source.plant({.kv_head = 1, .step = 0, .token = 100, .key = key});
   source.plant({.kv_head = 0, .step = 1, .token = 149, .key = key});
   const Rows after = rows_of(source, shape, 100, 50, 3);
@@ -172,7 +172,7 @@ TEST(Synthetic, CorrelatesQueriesOfSuccessiveSteps) {
   double squares = 0.0;
   for (int step = 0; step < 60; ++step) {
     std::vector<float> now;
-    for (const std::uint16_t bits : source.next()) now.push_back(formats::from_bfloat16(bits));
+    for (const std::uint16_t bits : source.next()) now.push_back(BFloat16{bits}.to_float());
     for (std::size_t i = 0; i < before.size(); ++i) {
       products += static_cast<double>(now[i]) * static_cast<double>(before[i]);
     }

@@ -31,6 +31,11 @@ class Float16Test : public ::testing::Test {
   }
 };
 
+TEST(BFloat16, KeepsSignAndPayloadOfNaN) {
+  EXPECT_EQ(BFloat16::from_float(std::bit_cast<float>(0x7f800001U)).bits, 0x7fc0);  // quiet now
+  EXPECT_EQ(BFloat16::from_float(std::bit_cast<float>(0xffffffffU)).bits, 0xffff);
+}
+
 using Types = ::testing::Types<Float16, BFloat16>;
 TYPED_TEST_SUITE(Float16Test, Types);
 

@@ -1,6 +1,6 @@
 #include "services/tools/stress/needles.h"
 
-#include "formats/float16.h"
+#include "include/types/float16.h"
 
 #include <gtest/gtest.h>
 
@@ -32,8 +32,8 @@ class ExactLayer {
         const auto key =
             keys_[static_cast<std::size_t>((t * shape_.kv_heads + head / shape_.group()) * d + i)];
         sum += static_cast<double>(
-                   formats::from_bfloat16(queries[static_cast<std::size_t>(head * d + i)])) *
-               static_cast<double>(formats::from_bfloat16(key));
+                   BFloat16{queries[static_cast<std::size_t>(head * d + i)]}.to_float()) *
+               static_cast<double>(BFloat16{key}.to_float());
       }
       result.push_back(sum / std::sqrt(static_cast<double>(d)));
     }
