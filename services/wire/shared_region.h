@@ -3,6 +3,7 @@
 #include "services/wire/descriptor.h"
 
 #include <cstddef>
+#include <memory>
 #include <span>
 
 namespace kvtier::services {
@@ -20,17 +21,22 @@ class SharedRegion {
   /// Maps what another process has made. Throws `kInvalidArgument` unless `file` is memory of at
   /// least `bytes` whose size is sealed.
   [[nodiscard]] static SharedRegion map(Descriptor file, std::size_t bytes, bool writable);
-  ~SharedRegion();
-  SharedRegion(SharedRegion&& other) noexcept;
-  SharedRegion& operator=(SharedRegion&& other) noexcept;
 
-  [[nodiscard]] std::span<std::byte> bytes() const noexcept { return {data_, size_}; }
+  [[nodiscard]] std::span<std::byte> bytes() const noexcept {
+    return {data_.get(), data_ ? data_.get_deleter().bytes : 0};
+  }
   [[nodiscard]] int descriptor() const noexcept { return file_.get(); }
 
  private:
+  struct Unmap {
+    std::size_t bytes;
+    void operator()(std::byte* data) const noexcept;
+  };
+  using Mapping = std::unique_ptr<std::byte, Unmap>;
+  static Mapping map_file(int file, std::size_t bytes, bool writable);
+
   Descriptor file_;
-  std::byte* data_ = nullptr;
-  std::size_t size_ = 0;
+  Mapping data_;
 };
 
 }  // namespace kvtier::services
