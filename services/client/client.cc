@@ -1,5 +1,6 @@
 #include "kvtier/client.h"
 
+#include "include/types/failure.h"
 #include "services/client/client_impl.h"
 #include "services/client/remote_session.h"
 #include "services/wire/to_message.h"
@@ -17,10 +18,9 @@ constexpr int kNamesPerReply = 1000;
 template <typename Response, typename Take>
 std::vector<ItemResult> results_of(const Response& response, std::size_t count, Take take) {
   if (static_cast<std::size_t>(response.items_size()) != count) {
-    throw ClientError(ErrorCode::kInternal,
-                      "batch: expected " + std::to_string(count) + " items in the reply, found " +
-                          std::to_string(response.items_size()),
-                      "");
+    throw ClientError(
+        ErrorCode::kInternal,
+        join("batch: expected ", count, " items in the reply, found ", response.items_size()), "");
   }
   std::vector<ItemResult> results(count);
   for (std::size_t i = 0; i < count; ++i) {
@@ -44,9 +44,8 @@ RemoteSession::Impl& session_of(const std::shared_ptr<Client::Impl>& client, std
   RemoteSession::Impl* const impl =
       item.session == nullptr ? nullptr : Client::Impl::impl_of(*item.session);
   if (impl != nullptr && impl->client() == client) return *impl;
-  throw Error(ErrorCode::kInvalidArgument, "items[" + std::to_string(index) +
-                                               "].session: expected one of this client, found " +
-                                               (impl == nullptr ? "none" : "another's"));
+  throw_invalid(join("items[", index, "].session"), "one of this client",
+                impl == nullptr ? "none" : "another's");
 }
 
 template <typename Request, typename Response, typename Item>

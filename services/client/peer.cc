@@ -1,6 +1,6 @@
 #include "services/client/peer.h"
 
-#include "kvtier/error.h"
+#include "include/types/failure.h"
 
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -12,9 +12,8 @@ namespace {
 void check_user(uid_t user) {
   const uid_t own = ::geteuid();
   if (user == own || user == 0 || own == 0) return;
-  throw Error(ErrorCode::kFailedPrecondition,
-              "client: expected a server of user " + std::to_string(own) +
-                  " or root, found one of user " + std::to_string(user));
+  throw_error(ErrorCode::kFailedPrecondition, "client: expected a server of user ", own,
+              " or root, found one of user ", user);
 }
 
 }  // namespace

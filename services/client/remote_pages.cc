@@ -1,3 +1,4 @@
+#include "include/types/failure.h"
 #include "services/client/client_impl.h"
 #include "services/client/page_plane.h"
 #include "services/client/page_streams.h"
@@ -67,9 +68,7 @@ class RemotePages::Impl {
   void each_lookup(v1::BatchLookupPagesRequest& request, std::span<const std::string> hashes,
                    std::span<const int> layers, Take take) {
     if (layers.empty() || layers.size() > batch_pages()) {
-      throw Error(ErrorCode::kInvalidArgument, "layers: expected 1 to " +
-                                                   std::to_string(batch_pages()) + ", found " +
-                                                   std::to_string(layers.size()));
+      throw_invalid("layers", join("1 to ", batch_pages()), layers.size());
     }
     request.set_lease(name());
     request.mutable_layers()->Add(layers.begin(), layers.end());
@@ -291,9 +290,7 @@ std::vector<RemotePages::Result> RemotePages::put(std::span<const Put> pages) {
   const std::int64_t page_bytes = impl_->opened.lease().page_bytes();
   for (const Put& page : pages) {
     if (static_cast<std::int64_t>(page.bytes.size()) == page_bytes) continue;
-    throw Error(ErrorCode::kInvalidArgument, "bytes: expected pages of " +
-                                                 std::to_string(page_bytes) + " bytes, found " +
-                                                 std::to_string(page.bytes.size()));
+    throw_invalid("bytes", join("pages of ", page_bytes, " bytes"), page.bytes.size());
   }
   std::vector<Result> results;
   for (std::size_t first = 0; first < pages.size(); first += impl_->pages_per_call()) {

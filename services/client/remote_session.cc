@@ -1,5 +1,7 @@
 #include "services/client/remote_session.h"
 
+#include "include/types/failure.h"
+
 #include <algorithm>
 #include <utility>
 
@@ -9,18 +11,13 @@ namespace {
 
 constexpr std::int64_t kChunkBytes = std::int64_t{1} << 20;
 
-[[noreturn]] void invalid(const std::string& what) {
-  throw Error(ErrorCode::kInvalidArgument, what);
-}
-
 }  // namespace
 
 void RemoteSession::Impl::append(int layer, const TensorView& keys, const TensorView& values) {
   services::check_readable({"keys"}, keys, client_->memories);
   services::check_readable({"values"}, values, client_->memories);
   if (keys.shape[0] != values.shape[0]) {
-    invalid("values: expected " + std::to_string(keys.shape[0]) + " tokens, found " +
-            std::to_string(values.shape[0]));
+    throw_invalid("values", join(keys.shape[0], " tokens"), values.shape[0]);
   }
   const std::int64_t tokens = keys.shape[0];
   const std::int64_t chunk = chunk_tokens(keys, values);
@@ -87,7 +84,7 @@ bool RemoteSession::Impl::append_over_plane(int layer, const TensorView& keys,
     v1::AppendResponse response;
     if (!services::call_over(*channel, request, tensors, response)) {
       if (first == 0) return false;
-      invalid("keys: expected chunks of equal size");
+      throw Error(ErrorCode::kInvalidArgument, "keys: expected chunks of equal size");
     }
     take_lengths(response);
   }
@@ -109,19 +106,15 @@ std::int64_t RemoteSession::Impl::chunk_tokens(const TensorView& keys,
   constexpr std::int64_t kMaxTokens = 8192;
   const services::DeviceMemories& memories = client_->memories;
   if (memories.place_of(keys) && memories.place_of(values)) return kMaxTokens;
-  std::int64_t row = 0;
-  for (const TensorView* view : {&keys, &values}) {
-    auto bytes = static_cast<std::int64_t>(dtype_bytes(view->dtype));
-    for (int i = 1; i < view->rank; ++i) bytes *= view->shape[static_cast<std::size_t>(i)];
-    row += bytes;
-  }
+  const auto row =
+      static_cast<std::int64_t>(services::tensor_bytes(services::rows_of(keys, 0, 1)) +
+                                services::tensor_bytes(services::rows_of(values, 0, 1)));
   return std::clamp<std::int64_t>(kChunkBytes / std::max<std::int64_t>(row, 1), 1, kMaxTokens);
 }
 
 std::int64_t RemoteSession::Impl::length(int layer) const {
   if (!known_layer(layer)) {
-    invalid("layer: expected 0.." + std::to_string(lengths_.size() - 1) + ", found " +
-            std::to_string(layer));
+    throw_invalid("layer", join("0..", lengths_.size() - 1), layer);
   }
   return lengths_[static_cast<std::size_t>(layer)];
 }

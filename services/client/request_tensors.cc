@@ -1,5 +1,6 @@
 #include "services/client/request_tensors.h"
 
+#include "include/types/failure.h"
 #include "services/wire/to_message.h"
 
 #include <algorithm>
@@ -11,19 +12,11 @@ constexpr std::uint64_t kSelectionBytes = std::uint64_t{2} << 20;
 constexpr std::uint64_t kReplyBytes = std::uint64_t{4} << 20;
 constexpr std::int64_t kMaxExtent = std::int64_t{1} << 16;  ///< Of heads, and of a row.
 
-[[noreturn]] void invalid(const std::string& what) {
-  throw Error(ErrorCode::kInvalidArgument, what);
+/// Throws, with the field.
+template <typename... Parts>
+[[noreturn]] void invalid(const Field& field, const Parts&... parts) {
+  throw_error(ErrorCode::kInvalidArgument, field.text(), ": expected ", parts...);
 }
-
-std::uint64_t bytes_of(const TensorView& view) {
-  std::uint64_t bytes = dtype_bytes(view.dtype);
-  for (int i = 0; i < view.rank; ++i) {
-    bytes *= static_cast<std::uint64_t>(view.shape[static_cast<std::size_t>(i)]);
-  }
-  return bytes;
-}
-
-std::string found(const TensorView& view) { return view.empty() ? "none" : describe(view); }
 
 /// Checks an output whose shape is the first `rank` extents of the query's. An empty one is not
 /// wanted.
@@ -37,7 +30,7 @@ void check_output(const Field& field, const MutableTensorView& view, const Tenso
   const bool fits = view.rank == rank && view.dtype == dtype &&
                     std::equal(view.shape.begin(), view.shape.begin() + rank, query.shape.begin());
   if (fits) return;
-  invalid(field.text() + ": expected " + describe(expected) + ", found " + describe(view));
+  invalid(field, describe(expected), ", found ", describe(view));
 }
 
 template <typename View, typename Byte>
@@ -50,13 +43,11 @@ View part_of(View view, std::size_t dimension, std::int64_t first, std::int64_t 
 
 }  // namespace
 
-std::string Field::text() const {
-  return item < 0 ? name : "items[" + std::to_string(item) + "]." + name;
-}
+std::string Field::text() const { return item < 0 ? name : join("items[", item, "].", name); }
 
 void check_readable(const Field& field, const TensorView& view, const DeviceMemories& memories) {
   if (view.empty() || view.rank < 1 || view.rank > kMaxTensorRank) {
-    invalid(field.text() + ": expected a tensor of rank 1 to 4, found " + found(view));
+    invalid(field, "a tensor of rank 1 to 4, found ", view.empty() ? "none" : describe(view));
   }
   const auto last = static_cast<std::size_t>(view.rank) - 1;
   const bool dense_rows = view.shape[last] <= 1 || view.strides[last] == 1;
@@ -64,9 +55,8 @@ void check_readable(const Field& field, const TensorView& view, const DeviceMemo
                                    [](std::int64_t extent) { return extent >= 0; });
   const bool there = view.space == MemorySpace::kHost || memories.of(view) != nullptr;
   if (!there || !dense_rows || !extents) {
-    invalid(field.text() +
-            ": expected host memory with rows that are dense, or device memory that the client "
-            "shares, found " +
+    invalid(field,
+            "host memory with rows that are dense, or device memory that the client shares, found ",
             describe(view));
   }
 }
@@ -79,9 +69,8 @@ void check_attention(int item, const TensorView& query, const AttendOutputs& out
   }
   check_readable({"query", item}, query, memories);
   if (outputs.out.dtype != query.dtype) {
-    invalid(Field{"out", item}.text() + ": expected the dtype of the query, " +
-            std::string(dtype_name(query.dtype)) + ", found " +
-            std::string(dtype_name(outputs.out.dtype)));
+    invalid({"out", item}, "the dtype of the query, ", dtype_name(query.dtype), ", found ",
+            dtype_name(outputs.out.dtype));
   }
   if (query.rank != 3) return;  // the server refuses it
   check_output({"out", item}, outputs.out, query, 3, query.dtype, memories);
@@ -93,7 +82,7 @@ void check_fetch(int item, const TensorView& tokens, const FetchOutputs& outputs
                  const DeviceMemories& memories) {
   check_readable({"tokens", item}, tokens, memories);
   if (tokens.rank != 2) {
-    invalid(Field{"tokens", item}.text() + ": expected [kv_heads, n], found " + describe(tokens));
+    invalid({"tokens", item}, "[kv_heads, n], found ", describe(tokens));
   }
   const auto check = [&](const char* name, const MutableTensorView& view) {
     check_readable({name, item}, view, memories);
@@ -101,8 +90,8 @@ void check_fetch(int item, const TensorView& tokens, const FetchOutputs& outputs
                       view.shape[1] == tokens.shape[1] && view.shape[0] > 0 && view.shape[2] > 0 &&
                       view.shape[0] <= kMaxExtent && view.shape[2] <= kMaxExtent;
     if (fits) return;
-    invalid(Field{name, item}.text() + ": expected [" + std::to_string(tokens.shape[0]) + ", " +
-            std::to_string(tokens.shape[1]) + ", head_dim], found " + describe(view));
+    invalid({name, item}, "[", tokens.shape[0], ", ", tokens.shape[1], ", head_dim], found ",
+            describe(view));
   };
   check("keys", outputs.keys);
   check("values", outputs.values);
@@ -118,8 +107,8 @@ void take(const v1::Tensor& message, const Field& field, const MutableTensorView
   for (const std::int64_t extent : message.shape()) {
     shape += (shape.size() == 1 ? "" : ", ") + std::to_string(extent);
   }
-  invalid(field.text() + ": expected host memory for " + shape + "] of " +
-          v1::DataType_Name(message.dtype()) + ", found " + describe(view));
+  invalid(field, "host memory for ", shape, "] of ", v1::DataType_Name(message.dtype()), ", found ",
+          describe(view));
 }
 
 TensorView rows_of(TensorView view, std::int64_t first, std::int64_t count) {
@@ -147,16 +136,9 @@ void RequestTensors::add_selection() noexcept {
   output_bytes_ = std::min(output_bytes_ + kSelectionBytes, kReplyBytes);
 }
 
-void RequestTensors::add_attended(const TensorView& query) {
-  output_bytes_ += output_bytes_for(bytes_of(query));
-}
-
-void RequestTensors::add_missed(const TensorView& query) {
-  output_bytes_ += missed_bytes_for(bytes_of(query));
-}
-
 void RequestTensors::add_rows(const FetchOutputs& outputs) {
-  output_bytes_ += aligned_bytes(bytes_of(outputs.keys)) + aligned_bytes(bytes_of(outputs.values));
+  output_bytes_ +=
+      aligned_bytes(tensor_bytes(outputs.keys)) + aligned_bytes(tensor_bytes(outputs.values));
 }
 
 void RequestTensors::fill() const {

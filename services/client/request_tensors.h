@@ -81,10 +81,10 @@ class RequestTensors {
     const auto lse = memories_.place_of(outputs.lse);
     if (out) *request.mutable_out_memory() = *out;
     if (lse) *request.mutable_lse_memory() = *lse;
-    if (!out || !lse) add_attended(query);
+    if (!out || !lse) output_bytes_ += output_bytes_for(tensor_bytes(query));
     if (outputs.missed.empty()) return;
     request.set_with_missed(true);
-    add_missed(query);
+    output_bytes_ += missed_bytes_for(tensor_bytes(query));
   }
   /// Room for the rows that `outputs` have.
   void add_rows(const FetchOutputs& outputs);
@@ -100,8 +100,6 @@ class RequestTensors {
     TensorView view;
     CopyBytes copy;
   };
-  void add_attended(const TensorView& query);
-  void add_missed(const TensorView& query);
 
   const DeviceMemories& memories_;
   std::vector<Slot> slots_;

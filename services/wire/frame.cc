@@ -1,7 +1,6 @@
 #include "services/wire/frame.h"
 
-#include "kvtier/error.h"
-
+#include "include/types/failure.h"
 #include "transfer/tiers/crc32c.h"
 
 #include <bit>
@@ -18,8 +17,7 @@ constexpr std::uint32_t kMaxRegions = 8;
 
 [[noreturn]] void malformed(const std::string& field, const std::string& expected,
                             std::uint64_t found) {
-  throw Error(ErrorCode::kInvalidArgument,
-              "frame." + field + ": expected " + expected + ", found " + std::to_string(found));
+  throw_invalid("frame." + field, expected, found);
 }
 
 template <typename T, typename Body>

@@ -2,7 +2,9 @@
 
 #include "services/wire/enums.h"
 
+#include <algorithm>
 #include <cstring>
+#include <span>
 
 namespace kvtier::services {
 namespace {
@@ -120,16 +122,18 @@ v1::AttendOptions message_of(const AttendOptions& options) {
   return message;
 }
 
-std::size_t describe_tensor(const TensorView& view, v1::Tensor& message) {
-  message.set_dtype(enum_message(view.dtype));
-  message.clear_shape();
+std::size_t tensor_bytes(const TensorView& view) {
   std::size_t bytes = dtype_bytes(view.dtype);
-  for (int i = 0; i < view.rank; ++i) {
-    const std::int64_t extent = view.shape[static_cast<std::size_t>(i)];
-    message.add_shape(extent);
-    bytes *= static_cast<std::size_t>(extent);
+  for (std::size_t i = 0; i < static_cast<std::size_t>(view.rank); ++i) {
+    bytes *= static_cast<std::size_t>(view.shape[i]);
   }
   return bytes;
+}
+
+std::size_t describe_tensor(const TensorView& view, v1::Tensor& message) {
+  message.set_dtype(enum_message(view.dtype));
+  message.mutable_shape()->Assign(view.shape.begin(), view.shape.begin() + view.rank);
+  return tensor_bytes(view);
 }
 
 void copy_tensor(const TensorView& view, std::byte* to, const CopyBytes& copy) {
@@ -146,16 +150,13 @@ void copy_tensor(const TensorView& view, v1::Tensor& message, const CopyBytes& c
 }
 
 bool copy_back(const v1::Tensor& message, const MutableTensorView& view, const CopyBytes& copy) {
-  if (message.dtype() != enum_message(view.dtype) || message.shape_size() != view.rank)
+  if (message.dtype() != enum_message(view.dtype) ||
+      !std::ranges::equal(message.shape(),
+                          std::span(view.shape).first(static_cast<std::size_t>(view.rank))) ||
+      message.data().size() != tensor_bytes(view)) {
     return false;
-  std::size_t bytes = dtype_bytes(view.dtype);
-  for (int i = 0; i < view.rank; ++i) {
-    const std::int64_t extent = view.shape[static_cast<std::size_t>(i)];
-    if (message.shape(i) != extent) return false;
-    bytes *= static_cast<std::size_t>(extent);
   }
-  if (message.data().size() != bytes) return false;
-  if (bytes == 0) return true;
+  if (message.data().empty()) return true;
   for_each_run(view, [&](std::size_t to, std::size_t from, std::size_t size) {
     copy_bytes(copy, static_cast<std::byte*>(view.data) + to, message.data().data() + from, size);
   });

@@ -21,6 +21,8 @@ namespace kvtier::services {
 /// What is left out stays left out.
 [[nodiscard]] v1::AttendOptions message_of(const AttendOptions& options);
 
+/// Returns the bytes of all elements of a tensor of rank 1 to 4.
+[[nodiscard]] std::size_t tensor_bytes(const TensorView& view);
 /// Gives a message the dtype and shape of a tensor of rank 1 to 4, and returns its bytes.
 std::size_t describe_tensor(const TensorView& view, v1::Tensor& message);
 /// Copies bytes, which are there when it returns; empty: as memcpy does.
