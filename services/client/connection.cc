@@ -1,9 +1,12 @@
 #include "services/client/connection.h"
 
+#include "include/types/failure.h"
 #include "services/client/error_details.h"
 #include "services/client/peer.h"
 #include "services/wire/grpc_lifetime.h"
 
+#include <boost/uuid/random_generator.hpp>
+#include <boost/uuid/uuid_io.hpp>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/impl/client_unary_call.h>
 #include <grpcpp/impl/codegen/proto_utils.h>
@@ -11,10 +14,8 @@
 #include <grpcpp/support/channel_arguments.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <fstream>
-#include <openssl/rand.h>
 #include <random>
 #include <sstream>
 #include <string_view>
@@ -35,8 +36,9 @@ constexpr std::chrono::hours kLongestTimeout{365 * 24};
 constexpr std::chrono::milliseconds kFirstBackoff{100};
 constexpr std::chrono::milliseconds kLongestBackoff{1000};
 
-[[noreturn]] void bad(const std::string& what) {
-  throw Error(ErrorCode::kInvalidArgument, "client: " + what);
+template <typename... Parts>
+[[noreturn]] void bad(const Parts&... parts) {
+  throw_error(ErrorCode::kInvalidArgument, "client: ", parts...);
 }
 
 std::string read_file(const std::string& path) {
@@ -76,30 +78,6 @@ std::string target_of(const std::string& server) {
   return server.starts_with("unix:") ? server : server.substr(std::string_view("tcp:").size());
 }
 
-ErrorCode code_of(grpc::StatusCode code) {
-  switch (code) {
-    case grpc::StatusCode::CANCELLED:
-    case grpc::StatusCode::INVALID_ARGUMENT:
-    case grpc::StatusCode::DEADLINE_EXCEEDED:
-    case grpc::StatusCode::NOT_FOUND:
-    case grpc::StatusCode::RESOURCE_EXHAUSTED:
-    case grpc::StatusCode::FAILED_PRECONDITION:
-    case grpc::StatusCode::ABORTED:
-    case grpc::StatusCode::UNIMPLEMENTED:
-    case grpc::StatusCode::UNAVAILABLE:
-    case grpc::StatusCode::DATA_LOSS:
-      return static_cast<ErrorCode>(code);
-    case grpc::StatusCode::OUT_OF_RANGE:
-      return ErrorCode::kInvalidArgument;
-    case grpc::StatusCode::UNAUTHENTICATED:
-    case grpc::StatusCode::PERMISSION_DENIED:
-    case grpc::StatusCode::ALREADY_EXISTS:
-      return ErrorCode::kFailedPrecondition;
-    default:
-      return ErrorCode::kInternal;
-  }
-}
-
 /// How long to wait before another attempt; below 0: none is worth it.
 std::chrono::milliseconds delay_before(const grpc::Status& status, int attempt) {
   // A client cancels nothing itself: a server that shuts down does.
@@ -135,15 +113,13 @@ grpc::Status explained(const grpc::Status& status, const std::string& server) {
 
 const ClientOptions& checked(const ClientOptions& options) {
   if (options.timeout.count() <= 0 || options.timeout > kLongestTimeout) {
-    bad("timeout: expected above 0 ms and at most a year, found " +
-        std::to_string(options.timeout.count()) + " ms");
+    bad("timeout: expected above 0 ms and at most a year, found ", options.timeout.count(), " ms");
   }
   if (options.attempts < 1) {
-    bad("attempts: expected at least 1, found " + std::to_string(options.attempts));
+    bad("attempts: expected at least 1, found ", options.attempts);
   }
   if (options.page_streams < 0 || options.page_streams > kMaxPageStreams) {
-    bad("page_streams: expected 0 to " + std::to_string(kMaxPageStreams) + ", found " +
-        std::to_string(options.page_streams));
+    bad("page_streams: expected 0 to ", kMaxPageStreams, ", found ", options.page_streams);
   }
   return options;
 }
@@ -234,20 +210,11 @@ std::string reason_of(const grpc::Status& status) {
 }
 
 std::string make_request_id() {
-  std::array<unsigned char, 16> bytes{};
-  if (RAND_bytes(bytes.data(), static_cast<int>(bytes.size())) != 1) {
+  try {
+    return to_string(boost::uuids::random_generator()());
+  } catch (const boost::uuids::entropy_error&) {
     throw Error(ErrorCode::kUnavailable, "client: expected random bytes from the system");
   }
-  bytes[6] = static_cast<unsigned char>((bytes[6] & 0x0FU) | 0x40U);  // version 4
-  bytes[8] = static_cast<unsigned char>((bytes[8] & 0x3FU) | 0x80U);
-  constexpr std::string_view kHex = "0123456789abcdef";
-  std::string text;
-  for (std::size_t i = 0; i < bytes.size(); ++i) {
-    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
-    text += kHex[bytes[i] >> 4U];
-    text += kHex[bytes[i] & 15U];
-  }
-  return text;
 }
 
 }  // namespace kvtier::services

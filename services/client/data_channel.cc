@@ -1,5 +1,7 @@
 #include "services/client/data_channel.h"
 
+#include "services/client/error_details.h"
+
 #include <algorithm>
 #include <cstring>
 
@@ -7,8 +9,6 @@ namespace kvtier::services {
 namespace {
 
 constexpr std::size_t kBufferBytes = 64 << 10;
-constexpr int kUnauthenticated = 16;
-constexpr int kPermissionDenied = 7;
 
 [[noreturn]] void throw_status(std::span<const std::byte> control) {
   v1::ItemStatus status;
@@ -21,9 +21,7 @@ constexpr int kPermissionDenied = 7;
 }  // namespace
 
 ClientError error_of(const v1::ItemStatus& status) {
-  const bool no_right = status.code() == kUnauthenticated || status.code() == kPermissionDenied;
-  return {no_right ? ErrorCode::kFailedPrecondition : static_cast<ErrorCode>(status.code()),
-          status.message(), status.reason()};
+  return {code_of(status.code()), status.message(), status.reason()};
 }
 
 DataChannel::DataChannel(DataChannelOptions options)

@@ -4,6 +4,7 @@
 
 #include <google/protobuf/any.pb.h>
 #include <google/protobuf/unknown_field_set.h>
+#include <grpcpp/support/status_code_enum.h>
 
 namespace kvtier::services {
 namespace {
@@ -43,6 +44,22 @@ void add_detail(const std::string& bytes, ErrorDetails& details) {
 }
 
 }  // namespace
+
+ErrorCode code_of(int status) noexcept {
+  switch (status) {
+    case grpc::StatusCode::OUT_OF_RANGE:
+      return ErrorCode::kInvalidArgument;
+    case grpc::StatusCode::UNAUTHENTICATED:
+    case grpc::StatusCode::PERMISSION_DENIED:
+    case grpc::StatusCode::ALREADY_EXISTS:
+      return ErrorCode::kFailedPrecondition;
+    case grpc::StatusCode::OK:
+    case grpc::StatusCode::UNKNOWN:
+      return ErrorCode::kInternal;
+    default:
+      return static_cast<ErrorCode>(status);  // the numbers are the same
+  }
+}
 
 ErrorDetails parse_error_details(const std::string& status) {
   ErrorDetails details;

@@ -1,10 +1,15 @@
 #pragma once
 
+#include "kvtier/error.h"
+
 #include <chrono>
 #include <optional>
 #include <string>
 
 namespace kvtier::services {
+
+/// Returns the code of the library for one of gRPC, which is no success.
+[[nodiscard]] ErrorCode code_of(int status) noexcept;
 
 /// What kvtier's clients read of the details of an error: messages of google.rpc, read by the
 /// numbers of their fields. The library has no definitions of google.rpc, so a program can link
