@@ -1,19 +1,14 @@
 #include "services/tools/manual/manual.h"
 
+#include <CLI/CLI.hpp>
+
 #include <string_view>
 #include <vector>
 
 namespace kvtier::services {
 namespace {
 
-std::string joined(const std::vector<std::string>& words, std::string_view separator) {
-  std::string text;
-  for (const std::string& word : words) {
-    if (!text.empty()) text += separator;
-    text += word;
-  }
-  return text;
-}
+using CLI::detail::join;
 
 /// Returns `text` with each of `marks` behind a backslash.
 std::string escaped(std::string_view text, std::string_view marks) {
@@ -23,6 +18,11 @@ std::string escaped(std::string_view text, std::string_view marks) {
     result += c;
   }
   return result;
+}
+
+/// Returns text as it stands between single quotes of a shell.
+std::string in_quotes(const std::string& text) {
+  return CLI::detail::find_and_replace(text, "'", "'\\''");
 }
 
 std::vector<std::string> names_of(const std::vector<CommandText>& commands) {
@@ -45,12 +45,11 @@ struct BashArms {
       if (option.flags.empty() || option.type.empty()) continue;
       std::vector<std::string> patterns;
       for (const std::string& flag : option.flags) patterns.push_back(name + ":" + flag);
-      values += "    " + joined(patterns, "|") + ") values=\"" + joined(option.values, " ") +
+      values += "    " + join(patterns, "|") + ") values=\"" + join(option.values, " ") +
                 "\" takes_value=1 ;;\n";
     }
     flags.insert(flags.end(), choices.begin(), choices.end());
-    words +=
-        "    " + (name.empty() ? "\"\"" : name) + ") words=\"" + joined(flags, " ") + "\" ;;\n";
+    words += "    " + (name.empty() ? "\"\"" : name) + ") words=\"" + join(flags, " ") + "\" ;;\n";
   }
 };
 
@@ -62,7 +61,7 @@ std::string zsh_arguments(const CommandText& command, const std::string& indent)
     std::string action;
     if (!option.type.empty()) {
       action = ":" + option.type + ":" +
-               (option.values.empty() ? "_files" : "(" + joined(option.values, " ") + ")");
+               (option.values.empty() ? "_files" : "(" + join(option.values, " ") + ")");
     }
     std::vector<std::string> specifications;
     for (const std::string& flag : option.flags) {
@@ -71,10 +70,7 @@ std::string zsh_arguments(const CommandText& command, const std::string& indent)
     }
     if (option.flags.empty()) specifications.push_back("*" + action);
     for (const std::string& specification : specifications) {
-      std::string quoted;
-      for (const char c : specification)
-        quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
-      text += " \\\n" + indent + "'" + quoted + "'";
+      text += " \\\n" + indent + "'" + in_quotes(specification) + "'";
     }
   }
   return text;
@@ -88,7 +84,7 @@ void add_fish(const CommandText& command, const std::string& program, const std:
       text += flag.starts_with("--") ? " -l " + flag.substr(2) : " -s " + flag.substr(1);
     }
     if (!option.values.empty()) {
-      text += " -x -a '" + joined(option.values, " ") + "'";
+      text += " -x -a '" + join(option.values, " ") + "'";
     } else if (!option.flags.empty() && !option.type.empty()) {
       text += " -r";
     }
@@ -103,7 +99,7 @@ std::string bash_completion(const CommandText& program) {
   BashArms arms;
   arms.add(program, "");
   for (const CommandText& command : program.commands) arms.add(command, command.name);
-  const std::string commands = joined(names_of(program.commands), "|");
+  const std::string commands = join(names_of(program.commands), "|");
   return "# Completion of " + program.name + " for bash; written by `" + program.name +
          " completion bash`.\n"
          "_" +
@@ -149,10 +145,7 @@ std::string zsh_completion(const CommandText& program) {
                      "  _arguments -C" +
                      zsh_arguments(program, "    ") + " \\\n    '1:command:((";
   for (const CommandText& command : program.commands) {
-    std::string what;
-    for (const char c : command.description)
-      what += c == '\'' ? std::string("'\\''") : std::string(1, c);
-    text += command.name + "\\:\"" + escaped(what, "\\\":()") + "\" ";
+    text += command.name + "\\:\"" + escaped(in_quotes(command.description), "\\\":()") + "\" ";
   }
   text += "))' \\\n    '*::argument:->argument'\n  case $line[1] in\n";
   for (const CommandText& command : program.commands) {
@@ -162,7 +155,7 @@ std::string zsh_completion(const CommandText& program) {
 }
 
 std::string fish_completion(const CommandText& program) {
-  const std::string commands = joined(names_of(program.commands), " ");
+  const std::string commands = join(names_of(program.commands), " ");
   const std::string none = "not __fish_seen_subcommand_from " + commands;
   std::string text = "# Completion of " + program.name + " for fish; written by `" + program.name +
                      " completion fish`.\n";

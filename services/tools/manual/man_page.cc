@@ -2,25 +2,18 @@
 
 #include "services/tools/manual/manual.h"
 
+#include <CLI/CLI.hpp>
+
 #include <algorithm>
 #include <cctype>
-#include <string_view>
 
 namespace kvtier::services {
 namespace {
 
 /// Returns text in which roff sees no request and no hyphen that it may change.
-std::string roff(std::string_view text) {
-  std::string result;
-  for (const char c : text) {
-    if (c == '\\') {
-      result += "\\e";
-    } else if (c == '-') {
-      result += "\\-";
-    } else {
-      result += c;
-    }
-  }
+std::string roff(const std::string& text) {
+  using CLI::detail::find_and_replace;
+  std::string result = find_and_replace(find_and_replace(text, "\\", "\\e"), "-", "\\-");
   if (result.starts_with('.') || result.starts_with('\'')) result.insert(0, "\\&");
   return result;
 }
@@ -43,9 +36,7 @@ std::string tag(const OptionText& option) {
 void add_option(const OptionText& option, std::string& text) {
   text += ".TP\n" + tag(option) + '\n' + roff(option.description);
   if (!option.values.empty()) {
-    std::string list;
-    for (const std::string& value : option.values) list += (list.empty() ? "" : ", ") + value;
-    text += "\n.br\nOne of: " + roff(list) + '.';
+    text += "\n.br\nOne of: " + roff(CLI::detail::join(option.values, ", ")) + '.';
   }
   if (!option.default_value.empty()) text += "\n.br\nDefault: " + roff(option.default_value) + '.';
   if (!option.environment.empty()) text += "\n.br\nEnvironment: " + roff(option.environment) + '.';

@@ -16,17 +16,12 @@ std::string one_line(std::string text) {
 }
 
 /// Parts "TEXT:{a,b}", as CLI11 writes a type with what its validators take.
-void read_type(std::string_view type, OptionText& option) {
+void read_type(const std::string& type, OptionText& option) {
   const std::size_t open = type.find('{');
   option.type = type.substr(0, type.find_first_of(":{ "));
   if (option.type.empty()) option.type = "TEXT";
-  if (open == std::string_view::npos) return;
-  std::string_view list = type.substr(open + 1, type.find('}', open) - open - 1);
-  while (!list.empty()) {
-    const std::size_t comma = std::min(list.find(','), list.size());
-    option.values.emplace_back(list.substr(0, comma));
-    list.remove_prefix(std::min(comma + 1, list.size()));
-  }
+  if (open == std::string::npos) return;
+  option.values = CLI::detail::split(type.substr(open + 1, type.find('}', open) - open - 1), ',');
 }
 
 OptionText option_text(const CLI::Option& from) {
