@@ -1,7 +1,6 @@
 #include "services/serve/serve.h"
 
-#include "kvtier/error.h"
-
+#include "include/types/failure.h"
 #include "services/console/enum_names.h"
 #include "services/console/host_memory.h"
 #include "services/console/log.h"
@@ -134,18 +133,14 @@ void check_together(const ServeCommand& command) {
 #endif
   if (command.memory.prefetch_rows &&
       (command.row_cache_mib == 0 || command.memory.row_cache_rows == 0)) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "prefetch-rows: expected row-cache-mib and row-cache-rows above 0, found 0");
+    throw_invalid("prefetch-rows", "row-cache-mib and row-cache-rows above 0", 0);
   }
   if (command.page_arena_mib % 4 != 0) {
-    throw Error(ErrorCode::kInvalidArgument, "page-arena-mib: expected a multiple of 4, found " +
-                                                 std::to_string(command.page_arena_mib));
+    throw_invalid("page-arena-mib", "a multiple of 4", command.page_arena_mib);
   }
   if (command.page_memory_mib < command.page_arena_mib) {
-    throw Error(ErrorCode::kInvalidArgument, "page-memory-mib: expected at least page-arena-mib, " +
-                                                 std::to_string(command.page_arena_mib) +
-                                                 ", found " +
-                                                 std::to_string(command.page_memory_mib));
+    throw_invalid("page-memory-mib", join("at least page-arena-mib, ", command.page_arena_mib),
+                  command.page_memory_mib);
   }
 }
 
@@ -265,12 +260,8 @@ void add_serve(CLI::App& program, ServeCommand& command) {
                               const char* description) {
     with_environment(add_named(*app, flag, names, to, description));
   };
-  const auto add_number = [&add](const char* flag, auto& to, int lowest, int highest,
+  const auto add_number = [&add](const char* flag, auto& to, auto lowest, auto highest,
                                  const char* description) {
-    add(flag, to, description)->check(between(lowest, highest))->capture_default_str();
-  };
-  const auto add_seconds = [&add](const char* flag, double& to, double lowest, double highest,
-                                  const char* description) {
     add(flag, to, description)->check(between(lowest, highest))->capture_default_str();
   };
   add("--config", command.config_file, "TOML file of these options, without the dashes");
@@ -361,14 +352,14 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add_page_tiers(*app, command);
   add_number("--max-device-regions", command.max_device_regions, 0, 256,
              "Allocations of CUDA memory that a client on a Unix socket may share; 0: none");
-  add_seconds("--lease-seconds", command.lease_seconds, 1.0, 86400.0,
-              "How long a session lives without a call");
-  add_seconds("--stream-idle-seconds", command.stream_idle_seconds, 1.0, 86400.0,
-              "How long a stream may stand still");
-  add_seconds("--device-timeout-seconds", command.device_timeout_seconds, 1.0, 86400.0,
-              "How long an engine may work at one call before its device is taken for lost");
-  add_seconds("--drain-seconds", command.drain_seconds, 0.0, 3600.0,
-              "How long calls may take to finish at the end");
+  add_number("--lease-seconds", command.lease_seconds, 1.0, 86400.0,
+             "How long a session lives without a call");
+  add_number("--stream-idle-seconds", command.stream_idle_seconds, 1.0, 86400.0,
+             "How long a stream may stand still");
+  add_number("--device-timeout-seconds", command.device_timeout_seconds, 1.0, 86400.0,
+             "How long an engine may work at one call before its device is taken for lost");
+  add_number("--drain-seconds", command.drain_seconds, 0.0, 3600.0,
+             "How long calls may take to finish at the end");
   app->parse_complete_callback([app, &command] {
     if (!command.config_file.empty()) read_config(*app, command.config_file);
   });

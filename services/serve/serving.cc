@@ -8,18 +8,15 @@
 
 #include <boost/asio/buffer.hpp>
 #include <boost/asio/executor_work_guard.hpp>
+#include <boost/asio/local/datagram_protocol.hpp>
 #include <boost/asio/post.hpp>
 #include <boost/asio/read.hpp>
 
 #include <csignal>
-#include <cstddef>
 #include <cstdlib>
-#include <cstring>
 #include <malloc.h>
 #include <string>
 #include <string_view>
-#include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 namespace kvtier::services {
@@ -32,20 +29,20 @@ constexpr std::chrono::milliseconds kLostGrace{500};
 
 /// Notifies the service manager, if there is one that waits for it (sd_notify(3)), that calls are
 /// answered.
-void notify_ready() {
-  constexpr std::string_view kReady = "READY=1";
-  const char* path = std::getenv("NOTIFY_SOCKET");
-  sockaddr_un address{};
-  if (path == nullptr || std::strlen(path) >= sizeof(address.sun_path)) return;
-  const std::size_t size = std::strlen(path);
-  address.sun_family = AF_UNIX;
-  std::memcpy(address.sun_path, path, size);
-  if (address.sun_path[0] == '@') address.sun_path[0] = '\0';  // of the abstract namespace
-  const Descriptor socket(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-  if (!socket) return;
-  (void)::sendto(socket.get(), kReady.data(), kReady.size(), MSG_NOSIGNAL | MSG_DONTWAIT,
-                 reinterpret_cast<const sockaddr*>(&address),
-                 static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + size));
+void notify_ready(boost::asio::io_context& loop) {
+  using boost::asio::local::datagram_protocol;
+  const char* const path = std::getenv("NOTIFY_SOCKET");
+  if (path == nullptr) return;
+  std::string name = path;
+  if (name.starts_with('@')) name[0] = '\0';  // of the abstract namespace
+  try {
+    datagram_protocol::socket socket(loop, datagram_protocol());
+    socket.non_blocking(true);
+    socket.send_to(boost::asio::buffer(std::string_view("READY=1")),
+                   datagram_protocol::endpoint(name));
+  } catch (const boost::system::system_error&) {
+    // No manager waits there.
+  }
 }
 
 }  // namespace
@@ -119,7 +116,7 @@ void Serving::start() {
       console_.out << "admin on " << endpoint.text() << std::endl;
     }
   }
-  notify_ready();
+  notify_ready(loop_);
   log_.write({.event = "serving", .message = "serving"});
 }
 
@@ -147,35 +144,30 @@ void Serving::take_signal(int signal) {
   await_signal();
 }
 
+/// What is wrong with the new files is the operator's to know, and no reason to end.
 void Serving::reload() {
-  if (options_.has_tls) reload_tls();
-  if (options_.read_tenants) reload_tenants();
+  const auto read = [this](auto replace, const LogEvent& good, const char* refused) {
+    try {
+      replace();
+      log_.write(good);
+    } catch (const Error& error) {
+      log_.write({.level = LogLevel::kError,
+                  .event = refused,
+                  .message = std::string("the former ones stay: ") + error.what()});
+    }
+  };
+  if (options_.has_tls) {
+    read([this] { server_->reload_tls(); },
+         {.event = "certificates_read", .message = "new connections see the new certificate"},
+         "certificates_refused");
+  }
+  if (options_.read_tenants) {
+    read([this] { server_->core().replace_tenants(options_.read_tenants()); },
+         {.event = "tenants_read", .message = "calls from now on see the new tenants"},
+         "tenants_refused");
+  }
   if (options_.has_tls || options_.read_tenants) return;
   log_.write({.event = "nothing_read", .message = "there is no file to read again"});
-}
-
-void Serving::reload_tenants() {
-  try {
-    server_->core().replace_tenants(options_.read_tenants());
-    log_.write({.event = "tenants_read", .message = "calls from now on see the new tenants"});
-  } catch (const Error& error) {
-    log_.write({.level = LogLevel::kError,
-                .event = "tenants_refused",
-                .message = std::string("the former ones stay: ") + error.what()});
-  }
-}
-
-/// What is wrong with the new files is the operator's to know, and no reason to end.
-void Serving::reload_tls() {
-  try {
-    server_->reload_tls();
-    log_.write(
-        {.event = "certificates_read", .message = "new connections see the new certificate"});
-  } catch (const Error& error) {
-    log_.write({.level = LogLevel::kError,
-                .event = "certificates_refused",
-                .message = std::string("the former ones stay: ") + error.what()});
-  }
 }
 
 void Serving::drain() {

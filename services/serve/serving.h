@@ -50,8 +50,6 @@ class Serving {
   void await_signal();
   void take_signal(int signal);
   void reload();
-  void reload_tls();
-  void reload_tenants();
   void drain();
   void lose_device();
   void keep_trimming();

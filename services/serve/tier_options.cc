@@ -1,7 +1,6 @@
 #include "services/serve/tier_options.h"
 
-#include "kvtier/error.h"
-
+#include "include/types/failure.h"
 #include "services/console/options.h"
 #include "services/page_cache/page_store.h"
 
@@ -65,22 +64,17 @@ void add_page_tiers(CLI::App& app, ServeCommand& command) {
 std::vector<std::shared_ptr<PageTier>> remote_tiers(const ServeCommand& command) {
   RemoteTiersConfig config = command.remote;
   config.ttl = std::chrono::seconds(command.remote_ttl_seconds);
-  if (command.disk_cache.empty()) {
-    if (command.page_remote) return {};
-    if (config.empty()) return make_remote_tiers(config);  // none, or options without a server
-    throw Error(ErrorCode::kInvalidArgument,
-                "memcached, redis: expected a disk-cache or page-remote, of whose pages they keep "
-                "copies, found none");
+  if (command.disk_cache.empty() && command.page_remote) return {};
+  if (command.disk_cache.empty() && !config.empty()) {
+    throw_invalid("memcached, redis",
+                  "a disk-cache or page-remote, of whose pages they keep copies", "none");
   }
-  return make_remote_tiers(config);
+  return make_remote_tiers(config);  // none of no servers; throws for their options without one
 }
 
 MakeBacking page_backing(const ServeCommand& command) {
   const auto expect = [](bool good, const char* option, const char* expected) {
-    if (!good) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  std::string(option) + ": expected " + expected + ", found none");
-    }
+    if (!good) throw_invalid(option, expected, "none");
   };
   const bool any = !command.page_folder.empty() || command.page_remote;
   expect(any || command.page_key_file.empty(), "page-key-file", "page-folder or page-remote");
