@@ -1,13 +1,12 @@
 #include "services/console/log.h"
 
 #include <nlohmann/json.hpp>
+#include <spdlog/fmt/chrono.h>
 #include <spdlog/logger.h>
 #include <spdlog/sinks/ostream_sink.h>
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
-#include <ctime>
 
 namespace kvtier::services {
 namespace {
@@ -21,14 +20,7 @@ constexpr std::array<const char*, 4> kLevelNames = {"debug", "info", "warning", 
 /// "2026-01-31T12:00:00.123Z".
 std::string text_of(std::chrono::system_clock::time_point time) {
   const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(time.time_since_epoch());
-  const std::time_t seconds = ms.count() / 1000;
-  std::tm parts{};
-  ::gmtime_r(&seconds, &parts);
-  std::array<char, 64> text{};
-  std::snprintf(text.data(), text.size(), "%04d-%02d-%02dT%02d:%02d:%02d.%03dZ",
-                parts.tm_year + 1900, parts.tm_mon + 1, parts.tm_mday, parts.tm_hour, parts.tm_min,
-                parts.tm_sec, static_cast<int>(ms.count() % 1000));
-  return text.data();
+  return fmt::format("{:%FT%T}.{:03}Z", fmt::gmtime(ms.count() / 1000), ms.count() % 1000);
 }
 
 std::string json_line(const LogEvent& event, std::uint64_t dropped,
