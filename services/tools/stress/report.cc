@@ -17,40 +17,40 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 double ratio(double part, double whole) { return whole > 0.0 ? part / whole : kNaN; }
 
-/// Figures that both reports show.
-struct Figures {
+/// Figures of steps; rates in bytes per second.
+struct StepFigures {
+  double wanted = kNaN;  // of the rows, by a share that is imposed
   StepTimes times;
-  double decode_seconds = 0.0;
   double tokens_per_second = kNaN;
-  double needle_recall = kNaN;
-  double host_to_device = kNaN;  // bytes per second, as are the others
+  double host_to_device = kNaN;
   double device_to_host = kNaN;
   double sketches = kNaN;
   double resident = kNaN;
   double row_cache_share = kNaN;      // of the rows that were looked for
   double row_cache_evictions = kNaN;  // a step
-  double ingest = kNaN;
 };
 
-Figures figures_of(const StressOptions& options, const StressReport& report) {
-  Figures f;
-  f.times = step_times(report.step_seconds);
-  f.decode_seconds = std::accumulate(report.step_seconds.begin(), report.step_seconds.end(), 0.0);
-  const auto steps = static_cast<double>(report.step_seconds.size());
-  f.tokens_per_second = ratio(steps * options.batch, f.decode_seconds);
-  f.needle_recall =
-      ratio(static_cast<double>(report.needles_found), static_cast<double>(report.needles));
-  const auto rate = [&](std::uint64_t bytes) {
-    return ratio(static_cast<double>(bytes), f.decode_seconds);
-  };
-  f.host_to_device = rate(report.moved.bytes_host_to_device);
-  f.device_to_host = rate(report.moved.bytes_device_to_host);
-  f.sketches = rate(report.moved.bytes_sketch_read);
-  f.resident = rate(report.moved.bytes_device_resident);
-  f.row_cache_share = found_share(report.moved);
-  f.row_cache_evictions = ratio(static_cast<double>(report.moved.row_cache_evictions), steps);
-  f.ingest = ratio(report.ingested_bytes, report.append_seconds);
-  return f;
+StepFigures figures_of(const StressOptions& options, const std::vector<double>& seconds,
+                       const Stats::Cumulative& moved) {
+  const double sum = std::accumulate(seconds.begin(), seconds.end(), 0.0);
+  const auto steps = static_cast<double>(seconds.size());
+  const auto rate = [&](std::uint64_t bytes) { return ratio(static_cast<double>(bytes), sum); };
+  return {.times = step_times(seconds),
+          .tokens_per_second = ratio(steps * options.batch, sum),
+          .host_to_device = rate(moved.bytes_host_to_device),
+          .device_to_host = rate(moved.bytes_device_to_host),
+          .sketches = rate(moved.bytes_sketch_read),
+          .resident = rate(moved.bytes_device_resident),
+          .row_cache_share = found_share(moved),
+          .row_cache_evictions = ratio(static_cast<double>(moved.row_cache_evictions), steps)};
+}
+
+double needle_recall(const StressReport& report) {
+  return ratio(static_cast<double>(report.needles_found), static_cast<double>(report.needles));
+}
+
+double ingest_rate(const StressReport& report) {
+  return ratio(report.ingested_bytes, report.append_seconds);
 }
 
 nlohmann::json to_json(const StepTimes& t) {
@@ -71,50 +71,34 @@ std::string show_estimator(const StressOptions& options) {
          std::string(name_of(kRuleNames, retrieval.rule));
 }
 
-/// The measured steps with one share of the selected rows on the device.
-struct ShareRow {
-  double wanted = kNaN;  // of one that is imposed
-  double found = kNaN;
-  StepTimes times;
-  double tokens_per_second = kNaN;
-  double host_to_device = kNaN;
-};
-
-ShareRow share_row(const StressOptions& options, const std::vector<double>& seconds,
-                   const Stats::Cumulative& moved) {
-  const double sum = std::accumulate(seconds.begin(), seconds.end(), 0.0);
-  return {.found = found_share(moved),
-          .times = step_times(seconds),
-          .tokens_per_second = ratio(static_cast<double>(seconds.size()) * options.batch, sum),
-          .host_to_device = ratio(static_cast<double>(moved.bytes_host_to_device), sum)};
-}
-
-/// The real share first; none without a row cache.
-std::vector<ShareRow> share_rows(const StressOptions& options, const StressReport& report) {
-  std::vector<ShareRow> rows;
+/// The measured steps with each share of the selected rows on the device, the real one first; none
+/// without a row cache.
+std::vector<StepFigures> share_rows(const StressOptions& options, const StressReport& report) {
+  std::vector<StepFigures> rows;
   if (report.memory.row_cache_bytes == 0 || report.step_seconds.empty()) return rows;
-  rows.push_back(share_row(options, report.step_seconds, report.moved));
+  rows.push_back(figures_of(options, report.step_seconds, report.moved));
   for (const ImposedShare& imposed : report.imposed) {
     if (imposed.step_seconds.empty()) continue;
-    ShareRow& row = rows.emplace_back(share_row(options, imposed.step_seconds, imposed.moved));
-    row.wanted = imposed.wanted;
-    if (imposed.wanted == 0.0) row.found = 0.0;  // nothing is looked for
+    rows.push_back(figures_of(options, imposed.step_seconds, imposed.moved));
+    rows.back().wanted = imposed.wanted;
+    if (imposed.wanted == 0.0) rows.back().row_cache_share = 0.0;  // nothing is looked for
   }
   return rows;
 }
 
 void write_shares(std::ostream& out, const StressOptions& options, const StressReport& report) {
-  for (const ShareRow& row : share_rows(options, report)) {
+  for (const StepFigures& row : share_rows(options, report)) {
     const std::string name =
         std::isnan(row.wanted) ? "real    " : format("%3.0f %%   ", 100.0 * row.wanted);
     out << format("hits     %s %.3f found: %.1f tokens per second, %.2f GB/s to the device, ",
-                  name.c_str(), row.found, row.tokens_per_second, row.host_to_device / 1e9)
+                  name.c_str(), row.row_cache_share, row.tokens_per_second,
+                  row.host_to_device / 1e9)
         << show_times(row.times) << '\n';
   }
 }
 
 void write_decode(std::ostream& out, const StressOptions& options, const StressReport& report) {
-  const Figures f = figures_of(options, report);
+  const StepFigures f = figures_of(options, report.step_seconds, report.moved);
   const auto steps = report.step_seconds.size();
   if (steps == 0) {
     out << "decode   no step was measured\n";
@@ -141,7 +125,7 @@ void write_decode(std::ostream& out, const StressOptions& options, const StressR
   if (report.needles > 0) {
     out << format("needles  %lld of %lld selected (%.4f)",
                   static_cast<long long>(report.needles_found),
-                  static_cast<long long>(report.needles), f.needle_recall)
+                  static_cast<long long>(report.needles), needle_recall(report))
         << '\n';
   }
   if (!std::isnan(report.selected_overlap)) {
@@ -176,7 +160,6 @@ StepTimes step_times(std::vector<double> seconds) {
 }
 
 void write_report(std::ostream& out, const StressOptions& options, const StressReport& report) {
-  const Figures f = figures_of(options, report);
   const DriftFit& calibration = report.calibration;
   if (report.interrupted) out << "interrupted: what was measured until then\n";
   out << "shape    " << (options.preset.empty() ? "" : options.preset + ": ") << options.tokens
@@ -195,7 +178,7 @@ void write_report(std::ostream& out, const StressOptions& options, const StressR
                calibration.drift.correlation)
         << '\n'
         << format("ingest   %.2f s (%.2f GB/s while appending), memory ready in %.2f s",
-                  report.ingest_seconds, f.ingest / 1e9, report.engine_seconds)
+                  report.ingest_seconds, ingest_rate(report) / 1e9, report.engine_seconds)
         << '\n';
   }
   const Stats::Snapshot& memory = report.memory;
@@ -208,7 +191,7 @@ void write_report(std::ostream& out, const StressOptions& options, const StressR
 }
 
 std::string to_json(const StressOptions& options, const StressReport& report) {
-  const Figures f = figures_of(options, report);
+  const StepFigures f = figures_of(options, report.step_seconds, report.moved);
   const RetrievalConfig retrieval = options.retrieval();
   const Stats::Snapshot& memory = report.memory;
   const DriftFit& calibration = report.calibration;
@@ -237,7 +220,7 @@ std::string to_json(const StressOptions& options, const StressReport& report) {
       {"steps_measured", report.step_seconds.size()},
       {"step_seconds", to_json(f.times)},
       {"tokens_per_second", number(f.tokens_per_second)},
-      {"needle_recall", number(f.needle_recall)},
+      {"needle_recall", number(needle_recall(report))},
       {"needles", report.needles},
       {"device_bytes", memory.device_bytes},
       {"sketch_bytes", memory.sketch_bytes_used},
@@ -269,11 +252,11 @@ std::string to_json(const StressOptions& options, const StressReport& report) {
         {"append_seconds", report.append_seconds},
         {"memory_seconds", report.engine_seconds},
         {"tokens", report.ingested_tokens},
-        {"bytes_per_second", number(f.ingest)}}}};
+        {"bytes_per_second", number(ingest_rate(report))}}}};
   json["hit_ratios"] = nlohmann::json::array();
-  for (const ShareRow& row : share_rows(options, report)) {
+  for (const StepFigures& row : share_rows(options, report)) {
     json["hit_ratios"].push_back({{"imposed", number(row.wanted)},
-                                  {"found", number(row.found)},
+                                  {"found", number(row.row_cache_share)},
                                   {"step_seconds", to_json(row.times)},
                                   {"tokens_per_second", number(row.tokens_per_second)},
                                   {"host_to_device_bytes_per_second", number(row.host_to_device)}});

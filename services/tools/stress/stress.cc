@@ -32,17 +32,9 @@ std::size_t row_bytes(const StressOptions& options) {
          dtype_bytes(options.model().kv_dtype);
 }
 
-void add(Stats::Cumulative& to, const Stats::Cumulative& more) {
-  to.tokens_appended += more.tokens_appended;
-  to.rows_selected += more.rows_selected;
-  to.rows_attended += more.rows_attended;
-  to.bytes_host_to_device += more.bytes_host_to_device;
-  to.bytes_device_to_host += more.bytes_device_to_host;
-  to.bytes_device_resident += more.bytes_device_resident;
-  to.bytes_sketch_read += more.bytes_sketch_read;
-  to.row_cache_hits += more.row_cache_hits;
-  to.row_cache_misses += more.row_cache_misses;
-  to.row_cache_evictions += more.row_cache_evictions;
+/// Adds what has been counted between `before` and `now`. Unsigned numbers wrap.
+void add(Stats::Cumulative& to, const Stats::Cumulative& before, const Stats::Cumulative& now) {
+  to = to - (before - now);
 }
 
 using Lists = std::vector<std::vector<std::int32_t>>;
@@ -187,6 +179,12 @@ Decoder StressRun::decoder_of(Engine& engine, std::vector<Session>& sessions, in
                   .interrupted = [this] { return interrupted(); }});
 }
 
+std::optional<double> StressRun::run_step(Decoder& decoder) {
+  const double seconds = interrupted() ? -1.0 : decoder.run();
+  report_.interrupted = seconds < 0.0;
+  return report_.interrupted ? std::nullopt : std::optional(seconds);
+}
+
 void StressRun::decode() {
   Decoder decoder = decoder_of(*engine_, sessions_, *options_.layers);
   const int probes = std::min(options_.steps, kMaxProbes);
@@ -196,14 +194,11 @@ void StressRun::decode() {
     const int measured = step - kWarmupSteps;
     decoder.prepare();
     const Stats::Cumulative stats = engine_->stats().cumulative;
-    const double seconds = interrupted() ? -1.0 : decoder.run();
-    if (seconds < 0.0) {
-      report_.interrupted = true;
-      break;
-    }
+    const std::optional<double> seconds = run_step(decoder);
+    if (!seconds) break;
     if (measured < 0) continue;
-    add(report_.moved, engine_->stats().cumulative - stats);
-    report_.step_seconds.push_back(seconds);
+    add(report_.moved, stats, engine_->stats().cumulative);
+    report_.step_seconds.push_back(*seconds);
     progress({.phase = "decode",
               .done = static_cast<double>(measured + 1),
               .total = static_cast<double>(options_.steps)});
@@ -266,20 +261,17 @@ void StressRun::repeat_steps(std::vector<Session>& sessions, ImposedShare& share
     const auto rows = static_cast<int>(std::lround(ahead));
     if (rows > 0) decoder.prefetch_selected(rows);
     const Stats::Cumulative stats = engine_->stats().cumulative;
-    const double seconds = interrupted() ? -1.0 : decoder.run();
-    if (seconds < 0.0) {
-      report_.interrupted = true;
-      return;
-    }
-    const Stats::Cumulative moved = engine_->stats().cumulative - stats;
+    const std::optional<double> seconds = run_step(decoder);
+    if (!seconds) return;
+    const Stats::Cumulative now = engine_->stats().cumulative;
     if (share.wanted > 0.0) {
       // The others are found or not as ever, which the next step's number makes up for.
-      ahead += (share.wanted - found_share(moved)) * options_.top_k;
+      ahead += (share.wanted - found_share(now - stats)) * options_.top_k;
       ahead = std::clamp(ahead, 0.0, static_cast<double>(options_.top_k));
     }
     if (step < kWarmupSteps) continue;
-    add(share.moved, moved);
-    share.step_seconds.push_back(seconds);
+    add(share.moved, stats, now);
+    share.step_seconds.push_back(*seconds);
     progress({.phase = phase,
               .done = static_cast<double>(share.step_seconds.size()),
               .total = static_cast<double>(options_.steps)});
@@ -296,13 +288,10 @@ void StressRun::compare_dense() {
   Mean errors;
   for (std::size_t step = 0; step < kWarmupSteps + outputs_.size(); ++step) {
     decoder.prepare();
-    const double seconds = interrupted() ? -1.0 : decoder.run();
-    if (seconds < 0.0) {
-      report_.interrupted = true;
-      break;
-    }
+    const std::optional<double> seconds = run_step(decoder);
+    if (!seconds) break;
     if (step < kWarmupSteps) continue;
-    dense.step_seconds.push_back(seconds);
+    dense.step_seconds.push_back(*seconds);
     add_errors(errors, outputs_[step - kWarmupSteps], decoder.first_output(),
                static_cast<std::size_t>(*options_.head_dim));
     progress({.phase = "dense decode",

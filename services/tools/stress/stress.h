@@ -116,6 +116,8 @@ class StressRun {
   /// Plans steps of `layers` layers in these sessions.
   [[nodiscard]] Decoder decoder_of(Engine& engine, std::vector<Session>& sessions, int layers,
                                    LayerMode mode = LayerMode::kSparse);
+  /// Runs the step that was prepared. Returns its seconds; nothing when interrupted.
+  [[nodiscard]] std::optional<double> run_step(Decoder& decoder);
   void decode();
   /// Measures steps like those of `decode` with each of `kImposedShares`.
   void impose_shares();
