@@ -1,8 +1,7 @@
 #include "services/evaluation/selection_trace.h"
 
-#include "kvtier/error.h"
-
 #include "formats/safetensors.h"
+#include "include/types/failure.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -20,8 +19,9 @@ formats::Tensor int32_tensor(const std::vector<std::int32_t>& values,
           .bytes = values.size() * sizeof(std::int32_t)};
 }
 
-[[noreturn]] void refuse_file(const std::filesystem::path& path, const std::string& what) {
-  throw Error(ErrorCode::kDataLoss, path.string() + ": " + what);
+template <typename... Parts>
+[[noreturn]] void refuse_file(const std::filesystem::path& path, const Parts&... parts) {
+  throw_error(ErrorCode::kDataLoss, path.string(), ": expected ", parts...);
 }
 
 }  // namespace
@@ -45,28 +45,25 @@ SelectionTrace SelectionTrace::read(const std::filesystem::path& path) {
   const bool heads = recorded.kv_heads > 0 && recorded.query_heads % recorded.kv_heads == 0;
   if (!heads || counts.elements() == 0 ||
       (counts.shape[2] != recorded.kv_heads && counts.shape[2] != recorded.query_heads)) {
-    refuse_file(path, "expected a list for each of the KV heads or the query heads, found " +
-                          std::to_string(counts.shape[2]) + " for " + std::to_string(shape[1]) +
-                          " and " + std::to_string(shape[0]));
+    refuse_file(path, "a list for each of the KV heads or the query heads, found ", counts.shape[2],
+                " for ", shape[1], " and ", shape[0]);
   }
   std::span<const std::int32_t> left(ids.as<std::int32_t>(),
                                      static_cast<std::size_t>(ids.elements()));
   for (std::int64_t i = 0; i < counts.elements(); ++i) {
     const std::int32_t count = counts.as<std::int32_t>()[i];
     if (count < 0 || static_cast<std::size_t>(count) > left.size()) {
-      refuse_file(path,
-                  "expected as many ids as are counted, found " + std::to_string(ids.elements()));
+      refuse_file(path, "as many ids as are counted, found ", ids.elements());
     }
     const auto list = left.first(static_cast<std::size_t>(count));
     if (!std::ranges::is_sorted(list) || (count > 0 && list.front() < 0)) {
-      refuse_file(path, "expected rising ids from 0 on in list " + std::to_string(i));
+      refuse_file(path, "rising ids from 0 on in list ", i);
     }
     recorded.lists.emplace_back(list.begin(), list.end());
     left = left.subspan(list.size());
   }
   if (!left.empty()) {
-    refuse_file(
-        path, "expected no ids after those that are counted, found " + std::to_string(left.size()));
+    refuse_file(path, "no ids after those that are counted, found ", left.size());
   }
   return recorded;
 }

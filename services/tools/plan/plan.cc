@@ -1,7 +1,8 @@
 #include "services/tools/plan/plan.h"
 
 #include "kvtier/calibration.h"
-#include "kvtier/error.h"
+
+#include "include/types/failure.h"
 
 #include <nlohmann/json.hpp>
 
@@ -25,12 +26,11 @@ std::filesystem::path config_file(const std::string& model) {
 json read_json(const std::filesystem::path& path) {
   std::ifstream file(path);
   if (!file) {
-    throw Error(ErrorCode::kNotFound, "--model: expected a file, found none at " + path.string());
+    throw_error(ErrorCode::kNotFound, "--model: expected a file, found none at ", path.string());
   }
   const json document = json::parse(file, nullptr, false);
   if (document.is_object()) return document;
-  throw Error(ErrorCode::kInvalidArgument,
-              path.string() + ": expected an object of JSON, found something else");
+  throw_invalid(path.string(), "an object of JSON", "something else");
 }
 
 /// Returns a positive integer of a configuration, or `otherwise` where it is not there or null.
@@ -40,11 +40,10 @@ int field(const std::filesystem::path& path, const json& config, const char* nam
   const auto found = config.find(name);
   if (found == config.end() || found->is_null()) {
     if (otherwise) return *otherwise;
-    throw Error(ErrorCode::kInvalidArgument, path.string() + ": expected " + name + ", found none");
+    throw_invalid(path.string(), name, "none");
   }
   if (found->is_number_integer() && *found > 0 && *found <= kMost) return found->get<int>();
-  throw Error(ErrorCode::kInvalidArgument, path.string() + ": " + name + ": expected 1 to " +
-                                               std::to_string(kMost) + ", found " + found->dump());
+  throw_invalid(join(path.string(), ": ", name), join("1 to ", kMost), found->dump());
 }
 
 /// The decoder's part of a configuration.
@@ -121,9 +120,8 @@ void read_shape(const std::filesystem::path& config, StressOptions& options) {
   const json document = read_decoder(config);
   constexpr const char* kLatent = "kv_lora_rank";
   if (document.contains(kLatent) && !document[kLatent].is_null()) {
-    throw Error(ErrorCode::kInvalidArgument,
-                config.string() + ": expected standard attention, found latent attention (" +
-                    kLatent + " " + document[kLatent].dump() + ")");
+    throw_invalid(config.string(), "standard attention",
+                  join("latent attention (", kLatent, " ", document[kLatent].dump(), ")"));
   }
   const int heads = field(config, document, "num_attention_heads");
   options.layers = field(config, document, "num_hidden_layers");

@@ -1,5 +1,4 @@
-#include "kvtier/error.h"
-
+#include "include/types/failure.h"
 #include "services/console/enum_names.h"
 #include "services/console/json_report.h"
 #include "services/console/options.h"
@@ -122,10 +121,8 @@ void run_replay(ReplayCommand& command, const Console& console) {
   if (!command.record_ids.empty()) {
     const std::size_t selectors = command.options.grid.expand().size();
     if (selectors != 1) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  "--record-ids: expected one selector, such as --estimator norm_aware --sparsity "
-                  "33, found " +
-                      std::to_string(selectors));
+      throw_invalid("--record-ids", "one selector, such as --estimator norm_aware --sparsity 33",
+                    selectors);
     }
     command.options.selected = [&ids](std::span<const std::int32_t> list) {
       ids.lists.emplace_back(list.begin(), list.end());

@@ -2,6 +2,7 @@
 
 #include "kvtier/engine.h"
 
+#include "include/types/failure.h"
 #include "services/evaluation/dense_reference.h"
 #include "services/evaluation/threads.h"
 
@@ -26,9 +27,7 @@ struct Chunk {
 std::int64_t num_steps(const Trace& trace, const ReplayOptions& options) {
   const auto expect = [](const char* option, std::int64_t limit, std::int64_t found) {
     if (found >= 0 && found <= limit) return;
-    throw Error(ErrorCode::kInvalidArgument, std::string(option) + ": expected 0.." +
-                                                 std::to_string(limit) + ", found " +
-                                                 std::to_string(found));
+    throw_invalid(option, join("0..", limit), found);
   };
   expect("steps", trace.steps(), options.steps);
   const std::int64_t steps = options.steps > 0 ? options.steps : trace.steps();

@@ -1,5 +1,4 @@
-#include "kvtier/error.h"
-
+#include "include/types/failure.h"
 #include "services/console/enum_names.h"
 #include "services/console/text.h"
 #include "services/tools/replay/replay.h"
@@ -96,17 +95,17 @@ std::vector<RetrievalConfig> ReplayGrid::expand() const {
     config.sparsity = sparsity;
     config.top_k = top_k;
     for (std::string& problem : config.validate()) {
-      add_problem(problems, std::string(name_of(kEstimatorNames, config.estimator)) + ": " +
-                                as_option(std::move(problem)));
+      add_problem(problems, join(name_of(kEstimatorNames, config.estimator), ": ",
+                                 as_option(std::move(problem))));
     }
     rows.push_back(config.error_in_force() > 0.0 ? config : config.with_fixed_k());
   };
   for (const Estimator estimator : estimators) {
     for (const ValueWeighting weighting : weightings) {
       if (!weighting_fits(estimator, weighting)) {
-        add_problem(problems, "estimator " + std::string(name_of(kEstimatorNames, estimator)) +
-                                  " does not go with value weighting " +
-                                  std::string(name_of(kWeightingNames, weighting)));
+        add_problem(problems, join("estimator ", name_of(kEstimatorNames, estimator),
+                                   " does not go with value weighting ",
+                                   name_of(kWeightingNames, weighting)));
         continue;
       }
       for (RetrievalConfig config : choices(*this, estimator)) {
@@ -115,8 +114,7 @@ std::vector<RetrievalConfig> ReplayGrid::expand() const {
           for (const double sparsity : sparsities) {
             // A sparsity of 0 would mean "use top_k" to the engine.
             if (!(sparsity >= 1.0)) {
-              add_problem(problems,
-                          "sparsity: expected at least 1, found " + std::to_string(sparsity));
+              add_problem(problems, join("sparsity: expected at least 1, found ", sparsity));
               continue;
             }
             add(config, sparsity, 1);

@@ -1,6 +1,6 @@
 #include "services/tools/stress/device.h"
 
-#include "kvtier/error.h"
+#include "include/types/failure.h"
 
 #include <new>
 #include <utility>
@@ -14,8 +14,8 @@ class CpuTensorDevice final : public TensorDevice {
   [[nodiscard]] Mirror allocate(std::size_t bytes) override {
     std::unique_ptr<std::byte[]> memory(new (std::nothrow) std::byte[bytes]);
     if (!memory) {
-      throw Error(ErrorCode::kResourceExhausted,
-                  "host memory: wanted " + std::to_string(bytes) + " bytes, found less");
+      throw_error(ErrorCode::kResourceExhausted, "host memory: wanted ", bytes,
+                  " bytes, found less");
     }
     memory_.push_back(std::move(memory));
     std::byte* const data = memory_.back().get();

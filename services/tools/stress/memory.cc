@@ -1,9 +1,9 @@
 #include "services/tools/stress/memory.h"
 
 #include "kvtier/engine.h"
-#include "kvtier/error.h"
 #include "kvtier/memory.h"
 
+#include "include/types/failure.h"
 #include "services/tools/stress/ingest.h"
 
 #include <algorithm>
@@ -90,10 +90,9 @@ std::string counted(std::int64_t number, const char* noun) {
 
 [[noreturn]] void refuse(const char* what, std::size_t wanted, std::size_t found,
                          const StressOptions& options, const MemoryNeed& need) {
-  throw Error(ErrorCode::kResourceExhausted,
-              std::string(what) + ": expected at least " + show_bytes(static_cast<double>(wanted)) +
-                  ", found " + show_bytes(static_cast<double>(found)) + "\n" +
-                  show_memory(options, need));
+  throw_error(ErrorCode::kResourceExhausted, what, ": expected at least ",
+              show_bytes(static_cast<double>(wanted)), ", found ",
+              show_bytes(static_cast<double>(found)), "\n", show_memory(options, need));
 }
 
 }  // namespace

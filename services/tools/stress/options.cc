@@ -1,7 +1,6 @@
 #include "services/tools/stress/options.h"
 
-#include "kvtier/error.h"
-
+#include "include/types/failure.h"
 #include "services/console/text.h"
 
 #include <algorithm>
@@ -23,8 +22,7 @@ const ModelPreset* find_preset(std::string_view name) {
 void check_range(std::vector<std::string>& problems, const char* field, std::int64_t low,
                  std::int64_t high, std::int64_t found) {
   if (found >= low && found <= high) return;
-  problems.push_back(std::string(field) + ": expected " + std::to_string(low) + ".." +
-                     std::to_string(high) + ", found " + std::to_string(found));
+  problems.push_back(join(field, ": expected ", low, "..", high, ", found ", found));
 }
 
 }  // namespace
@@ -47,7 +45,7 @@ void StressOptions::resolve() {
       for (const ModelPreset& known : model_presets()) {
         names.append(names.empty() ? "" : ", ").append(known.name);
       }
-      throw Error(ErrorCode::kNotFound, "preset: expected one of " + names + ", found " + preset);
+      throw_error(ErrorCode::kNotFound, "preset: expected one of ", names, ", found ", preset);
     }
     shape = *found;
   }
@@ -63,8 +61,7 @@ void StressOptions::resolve() {
   check_range(problems, "k", 1, std::max<std::int64_t>(tokens, 1), top_k);
   check_range(problems, "row_cache_rows", 0, kMaxRowCacheRows, row_cache_rows.value_or(0));
   if (step_overlap && !(*step_overlap > 0.0 && *step_overlap < 1.0)) {
-    problems.push_back("overlap: expected a number between 0 and 1, found " +
-                       std::to_string(*step_overlap));
+    problems.push_back(join("overlap: expected a number between 0 and 1, found ", *step_overlap));
   }
   Config config;
   config.model = model();
