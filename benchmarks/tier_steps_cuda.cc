@@ -1,19 +1,17 @@
 #include "benchmarks/benchmarks.h"
 #include "benchmarks/steps_cuda.h"
+#include "benchmarks/tiers/bench_folder.h"
 #include "transfer/device/cuda_check.h"
 
 #include <algorithm>
 #include <array>
 #include <chrono>
 #include <cmath>
-#include <cstdlib>
 #include <filesystem>
 #include <iterator>
 #include <numbers>
 #include <random>
-#include <stdexcept>
 #include <string>
-#include <system_error>
 #include <vector>
 
 namespace kvtier::bench {
@@ -162,26 +160,6 @@ void bench_row_cache_step(Run& run, const StepCase& given) {
 
 namespace {
 
-/// A folder of a disk that is empty and goes with what is in it.
-class ScratchFolder {
- public:
-  ScratchFolder() {
-    std::string name = (std::filesystem::temp_directory_path() / "kvtier-bench-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no scratch folder");
-    path_ = name;
-  }
-  ScratchFolder(const ScratchFolder&) = delete;  // it is removed once
-  ScratchFolder& operator=(const ScratchFolder&) = delete;
-  ~ScratchFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  [[nodiscard]] std::string path() const { return path_.string(); }
-
- private:
-  std::filesystem::path path_;
-};
-
 /// Host time of a step that is not captured, the device's included.
 double called_us(const Run& run, const CircleOfSteps& circle, int num_steps) {
   KVTIER_CUDA_CHECK(cudaStreamSynchronize(run.stream()));
@@ -202,9 +180,9 @@ void bench_resident_step(Run& run, const StepCase& given) {
   step.replayed_tokens = 4000;
   Config plain = engine_config(step, 1);
   Config tiered = plain;
-  const ScratchFolder folder;
+  const BenchFolder folder(std::filesystem::temp_directory_path());
   if (step.placement == KvPlacement::kHost) {
-    tiered.memory.disk_cache = folder.path() + "/tier";
+    tiered.memory.disk_cache = (folder.path() / "tier").string();
     tiered.memory.disk_cache_bytes = 16 * GiB;
   } else {
     tiered.memory.row_cache_bytes = GiB;

@@ -5,12 +5,12 @@
 #include "llama/decoder.h"
 #include "llama/kv_store.h"
 #include "llama/report.h"
+#include "services/console/text.h"
 
 #include <algorithm>
 #include <array>
 #include <chrono>
 #include <cmath>
-#include <cstdio>
 #include <fstream>
 #include <memory>
 #include <numeric>
@@ -19,6 +19,8 @@
 
 namespace kvtier::llama {
 namespace {
+
+using services::format;
 
 constexpr std::int64_t kChunk = 1024;  // tokens appended at once
 constexpr int kWarmupSteps = 2;
@@ -63,13 +65,11 @@ void check_memory(const ModelConfig& model, const BenchOptions& options) {
   while (file >> word && word != "MemAvailable:") continue;
   double kibibytes = 0.0;
   if (!(file >> kibibytes) || 1024.0 * kibibytes >= wanted) return;
-  std::array<char, 256> text{};
-  std::snprintf(text.data(), text.size(),
-                "bench --shape %s on the CPU: expected %.1f GiB of available memory for weights in "
-                "fp32 and the KV, found %.1f GiB; a smaller --shape, --layers or --context needs "
-                "less",
-                options.shape.c_str(), gibibytes(wanted), gibibytes(1024.0 * kibibytes));
-  throw Error(ErrorCode::kResourceExhausted, text.data());
+  throw Error(
+      ErrorCode::kResourceExhausted,
+      format("bench --shape %s on the CPU: expected %.1f GiB of available memory for weights in "
+             "fp32 and the KV, found %.1f GiB; a smaller --shape, --layers or --context needs less",
+             options.shape.c_str(), gibibytes(wanted), gibibytes(1024.0 * kibibytes)));
 }
 
 /// Random numbers, cheaply: windows of a table.
@@ -218,17 +218,13 @@ void check_cpu(const BenchShape& shape, const BenchOptions& options) {
 }
 
 std::string show_gigabytes(std::size_t bytes) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.1f", static_cast<double>(bytes) * 1e-9);
-  return bytes > 0 ? text.data() : "-";
+  return bytes > 0 ? format("%.1f", static_cast<double>(bytes) * 1e-9) : "-";
 }
 
 void print(std::ostream& out, const BenchOptions& options, const ModelConfig& model, bool gpu,
            const std::vector<BenchRow>& rows) {
-  std::array<char, 256> line{};
   const auto write = [&](const char* pattern, auto... values) {
-    std::snprintf(line.data(), line.size(), pattern, values...);
-    out << line.data();
+    out << format(pattern, values...);
   };
   write("%s, random weights, %d layers, backend %s: a token, %d times\n\n", options.shape.c_str(),
         model.layers, gpu ? "cuda" : "cpu", options.steps);
@@ -242,9 +238,8 @@ void print(std::ostream& out, const BenchOptions& options, const ModelConfig& mo
       continue;
     }
     write(" %9.3f %9.3f %10.1f", row.us * 1e-3, row.us_p99 * 1e-3, row.tokens_per_second);
-    std::array<char, 32> found{'-'};
-    if (row.found) std::snprintf(found.data(), found.size(), "%.3f", *row.found);
-    write(" %7s %7s", found.data(), show_gigabytes(row.gpu_bytes).c_str());
+    write(" %7s %7s", row.found ? format("%.3f", *row.found).c_str() : "-",
+          show_gigabytes(row.gpu_bytes).c_str());
     if (row.over_dense > 0.0) write(" %7.2fx", row.over_dense);
     out << '\n';
   }
@@ -302,8 +297,7 @@ std::vector<BenchRow> bench_on_cpu(const ModelConfig& model, const BenchOptions&
   runtime.page_format = options.page_format;
   std::vector<Method> methods{sparse};
   if (options.dense) methods.insert(methods.begin(), {.dense = true, .retrieval = {}});
-  std::array<char, 64> name{};
-  std::snprintf(name.data(), name.size(), "%gx, KV in host memory", sparse.sparsity);
+  const std::string name = format("%gx, KV in host memory", sparse.sparsity);
 
   std::vector<BenchRow> rows;
   for (const std::int64_t context : options.contexts) {
@@ -317,7 +311,7 @@ std::vector<BenchRow> bench_on_cpu(const ModelConfig& model, const BenchOptions&
                      options.steps);
       session->truncate(context);
       row.context = context;
-      row.attention = method.dense ? "dense" : name.data();
+      row.attention = method.dense ? "dense" : name;
       if (!method.dense && options.dense) row.over_dense = rows.back().us / row.us;
       rows.push_back(std::move(row));
     }
