@@ -81,25 +81,18 @@ std::span<const std::byte> map_file(const std::filesystem::path& path) {
 json parse_header(const std::filesystem::path& path, const char* begin, const char* end) {
   std::set<std::string> keys[kMaxHeaderDepth + 1];
   const auto check = [&](int depth, json::parse_event_t event, json& parsed) {
-    switch (event) {
-      case json::parse_event_t::object_start:
-      case json::parse_event_t::array_start:
-        if (depth >= kMaxHeaderDepth) {
-          fail(ErrorCode::kDataLoss, path, "header: expected at most ", kMaxHeaderDepth,
-               " levels, found more");
-        }
-        keys[depth + 1].clear();
-        break;
-      case json::parse_event_t::key: {
-        const auto& key = parsed.get_ref<const std::string&>();
-        if (!keys[depth].insert(key).second) {
-          fail(ErrorCode::kDataLoss, path,
-               "header: expected each name once, found '" + quote(key) + "' twice");
-        }
-        break;
+    if (event == json::parse_event_t::object_start || event == json::parse_event_t::array_start) {
+      if (depth >= kMaxHeaderDepth) {
+        fail(ErrorCode::kDataLoss, path, "header: expected at most ", kMaxHeaderDepth,
+             " levels, found more");
       }
-      default:
-        break;
+      keys[depth + 1].clear();
+    } else if (event == json::parse_event_t::key) {
+      const auto& key = parsed.get_ref<const std::string&>();
+      if (!keys[depth].insert(key).second) {
+        fail(ErrorCode::kDataLoss, path, "header: expected each name once, found '", quote(key),
+             "' twice");
+      }
     }
     return true;
   };
