@@ -1,12 +1,11 @@
 #include "services/base/replay_cache.h"
 
+#include "services/base/secrets.h"
 #include "services/base/service_error.h"
 
 #include <google/protobuf/message.h>
 
 #include <algorithm>
-#include <array>
-#include <openssl/sha.h>
 
 namespace kvtier::services {
 
@@ -68,10 +67,7 @@ void ReplayCache::abandon(const std::string& id) {
 }
 
 std::string body_digest(const google::protobuf::Message& request) {
-  const std::string bytes = request.GetTypeName() + ' ' + request.SerializeAsString();
-  std::array<unsigned char, SHA256_DIGEST_LENGTH> digest{};
-  SHA256(reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size(), digest.data());
-  return {digest.begin(), digest.end()};
+  return sha256(request.GetTypeName() + ' ' + request.SerializeAsString());
 }
 
 }  // namespace kvtier::services

@@ -1,12 +1,13 @@
 #include "services/base/tenants.h"
 
+#include "services/base/secrets.h"
 #include "services/base/service_error.h"
 
 #include <nlohmann/json.hpp>
 
+#include <absl/strings/escaping.h>
 #include <algorithm>
-#include <openssl/rand.h>
-#include <openssl/sha.h>
+#include <map>
 #include <set>
 
 namespace kvtier::services {
@@ -22,18 +23,6 @@ bool all_in(std::string_view text, std::string_view alphabet) {
 bool is_name(std::string_view text) {
   return !text.empty() && text.size() <= 64 &&
          all_in(text, "abcdefghijklmnopqrstuvwxyz0123456789_.-");
-}
-
-std::string digest_of(std::string_view token) {
-  std::array<unsigned char, SHA256_DIGEST_LENGTH> digest{};
-  SHA256(reinterpret_cast<const unsigned char*>(token.data()), token.size(), digest.data());
-  constexpr std::string_view kHex = "0123456789abcdef";
-  std::string text;
-  for (const unsigned char byte : digest) {
-    text += kHex[byte >> 4U];
-    text += kHex[byte & 15U];
-  }
-  return text;
 }
 
 [[noreturn]] void bad(const std::string& what) {
@@ -163,11 +152,7 @@ Tenant::Tenant(std::uint32_t index, const TenantConfig& config, std::size_t num_
       max_kv_bytes_(config.limits.max_kv_bytes),
       max_inflight_(config.limits.max_inflight_bytes),
       weight_(static_cast<int>(config.limits.weight)) {
-  if (RAND_bytes(reinterpret_cast<unsigned char*>(prefix_secret_.data()),
-                 static_cast<int>(prefix_secret_.size())) != 1) {
-    throw Error(ErrorCode::kUnavailable,
-                "tenants: expected random bytes from the system, found none");
-  }
+  draw(std::as_writable_bytes(std::span(prefix_secret_)), "tenants");
 }
 
 TenantLimits Tenant::limits() const noexcept {
@@ -269,7 +254,8 @@ Tenant& Tenants::authenticate(const Credentials& credentials) const {
   if (configs_.empty()) return *all_.front();
   const bool has_token =
       !credentials.bearer_token.empty() && credentials.bearer_token.size() <= kMaxToken;
-  const std::string digest = has_token ? digest_of(credentials.bearer_token) : std::string();
+  const std::string digest =
+      has_token ? absl::BytesToHexString(sha256(credentials.bearer_token)) : std::string();
   Tenant* found = nullptr;
   for (std::size_t i = 0; i < configs_.size(); ++i) {
     const TenantConfig& config = configs_[i];

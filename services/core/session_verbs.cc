@@ -1,11 +1,10 @@
 #include "services/core/session_verbs.h"
 
 #include "services/base/from_message.h"
+#include "services/base/secrets.h"
 
 #include <algorithm>
-#include <array>
 #include <new>
-#include <openssl/evp.h>
 #include <optional>
 #include <type_traits>
 
@@ -127,38 +126,29 @@ AttendOutputs make_outputs(const Request& request, const TensorView& query, Repl
 /// A digest of the step's tensors, or of their places in device memory, and of which outputs it
 /// asks for. Its options are not in it.
 std::string digest_of(const v1::DecodeRequest& request) {
-  std::array<unsigned char, EVP_MAX_MD_SIZE> digest{};
-  unsigned size = 0;
-  const std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> context(EVP_MD_CTX_new(),
-                                                                        &EVP_MD_CTX_free);
-  bool done = context && EVP_DigestInit_ex(context.get(), EVP_sha256(), nullptr) == 1;
-  const auto add = [&](std::string_view bytes) {
-    done = done && EVP_DigestUpdate(context.get(), bytes.data(), bytes.size()) == 1;
-  };
+  std::string parts;
   const auto add_place = [&](const v1::DeviceMemory& place) {
-    add(place.region() + ' ' + std::to_string(place.offset()) + ' ');
+    parts += place.region() + ' ' + std::to_string(place.offset()) + ' ';
   };
   const auto add_tensor = [&](const v1::Tensor& tensor) {
-    add(tensor.data());
+    parts += sha256(tensor.data());
     if (tensor.has_memory()) add_place(tensor.memory());
   };
   for (const v1::Tensor* tensor : {&request.query(), &request.key(), &request.value()}) {
     add_tensor(*tensor);
   }
   if (request.has_selected()) {
-    add("selected");
+    parts += "selected";
     add_tensor(request.selected());
   }
   if (request.has_bias()) {
-    add("bias");
+    parts += "bias";
     add_tensor(request.bias());
   }
   if (request.has_out_memory()) add_place(request.out_memory());
   if (request.has_lse_memory()) add_place(request.lse_memory());
-  if (request.with_missed()) add("missed");
-  done = done && EVP_DigestFinal_ex(context.get(), digest.data(), &size) == 1;
-  if (!done) throw std::bad_alloc();
-  return {digest.begin(), digest.begin() + size};
+  if (request.with_missed()) parts += "missed";
+  return sha256(parts);
 }
 
 /// Returns the reply as `LastStep` keeps it: empty without memory.

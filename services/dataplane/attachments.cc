@@ -1,32 +1,14 @@
 #include "services/dataplane/attachments.h"
 
 #include "services/base/from_message.h"
+#include "services/base/secrets.h"
 #include "services/wire/frame.h"
-
-#include <array>
-#include <openssl/rand.h>
-#include <openssl/sha.h>
 
 namespace kvtier::services {
 namespace {
 
 constexpr std::int64_t kUnit = 4096;
 constexpr std::string_view kPrefix = "attachments/";
-
-/// Tokens are kept and found by digest, so that the time of a look-up reveals nothing of them.
-std::string digest_of(std::string_view token) {
-  std::array<unsigned char, SHA256_DIGEST_LENGTH> digest{};
-  SHA256(reinterpret_cast<const unsigned char*>(token.data()), token.size(), digest.data());
-  return {digest.begin(), digest.end()};
-}
-
-std::string draw_token() {
-  std::array<unsigned char, kAttachTokenBytes> bytes{};
-  if (RAND_bytes(bytes.data(), static_cast<int>(bytes.size())) != 1) {
-    throw ServiceError::unavailable("FAULT", "the system has no random bytes");
-  }
-  return {bytes.begin(), bytes.end()};
-}
 
 }  // namespace
 
@@ -36,8 +18,9 @@ Attachments::Created Attachments::create(Tenant& tenant, std::int64_t process_id
   check_within("staging_bytes", staging_bytes, 0, limits_.max_staging_bytes);
   if (staging_bytes == 0) staging_bytes = limits_.default_staging_bytes;
   staging_bytes = (staging_bytes + kUnit - 1) / kUnit * kUnit;
-  const std::string token = draw_token();
-  const std::string digest = digest_of(token);
+  std::string token(kAttachTokenBytes, 0);
+  draw(std::as_writable_bytes(std::span(token)), "attachments");
+  const std::string digest = sha256(token);
   const std::lock_guard lock(mutex_);
   std::int64_t own = 0, own_bytes = 0;
   for (const auto& [name, attachment] : by_name_) {
@@ -69,7 +52,8 @@ Attachments::Created Attachments::create(Tenant& tenant, std::int64_t process_id
 
 std::shared_ptr<Attachment> Attachments::redeem(std::string_view token, const Peer& peer,
                                                 std::function<void()> close) {
-  const std::string digest = digest_of(token);
+  // By digest, so that the time of a look-up reveals nothing of the tokens there are.
+  const std::string digest = sha256(token);
   const std::lock_guard lock(mutex_);
   const auto found = by_token_.find(digest);
   const auto refuse = [] {

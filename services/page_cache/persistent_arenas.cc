@@ -1,12 +1,10 @@
 #include "services/page_cache/persistent_arenas.h"
 
-#include "kvtier/error.h"
-
+#include "services/base/secrets.h"
 #include "services/base/service_error.h"
 #include "services/page_cache/page_arena.h"
 
 #include <new>
-#include <openssl/rand.h>
 #include <sys/mman.h>
 
 namespace kvtier::services {
@@ -52,10 +50,7 @@ const PersistentArena* PersistentArenas::claim(std::uint32_t tenant) const {
   }
   if (unowned == nullptr) return nullptr;
   PersistentArena::Book& book = unowned->book();
-  if (RAND_bytes(book.salt.data(), static_cast<int>(book.salt.size())) != 1) {
-    throw Error(ErrorCode::kUnavailable,
-                "pages: expected random bytes from the system, found none");
-  }
+  draw(std::as_writable_bytes(std::span(book.salt)), "pages");
   book.owner = std::uint64_t{tenant} + 1;
   return unowned;
 }

@@ -1,5 +1,6 @@
 #include "services/page_cache/tenant_pages.h"
 
+#include "services/base/secrets.h"
 #include "services/wire/stats_fields.h"
 #include "transfer/tiers/crc32c.h"
 #include "transfer/tiers/sealed_file_tier.h"
@@ -7,8 +8,6 @@
 #include <algorithm>
 #include <cassert>
 #include <openssl/crypto.h>
-#include <openssl/rand.h>
-#include <openssl/sha.h>
 
 namespace kvtier::services {
 namespace {
@@ -64,9 +63,8 @@ TenantPages::TenantPages(Tenant& tenant, const PageStoreOptions& options, const 
     salt_ = backing_.salt;
   } else if (kept_ != nullptr) {
     salt_ = kept_->salt();
-  } else if (RAND_bytes(salt_.data(), static_cast<int>(salt_.size())) != 1) {
-    throw Error(ErrorCode::kUnavailable,
-                "pages: expected random bytes from the system, found none");
+  } else {
+    draw(std::as_writable_bytes(std::span(salt_)), "pages");
   }
   if (kept_ != nullptr) restore();
   if (backing_.empty()) return;
@@ -142,10 +140,8 @@ PageDigest TenantPages::digest_of(const PageLease& lease, const BlobKey& key) co
   append_number(text, static_cast<std::uint64_t>(lease.config.page_bytes));
   append_number(text, key.layer);
   text += key.hash;
-  std::array<unsigned char, SHA256_DIGEST_LENGTH> full{};
-  SHA256(reinterpret_cast<const unsigned char*>(text.data()), text.size(), full.data());
   PageDigest digest{};
-  std::copy_n(full.begin(), digest.size(), digest.begin());
+  std::copy_n(sha256(text).begin(), digest.size(), digest.begin());
   return digest;
 }
 
