@@ -3,6 +3,8 @@
 #include "services/base/service_error.h"
 #include "services/wire/enums.h"
 
+#include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 
@@ -300,13 +302,10 @@ CallOptions::CallOptions(const v1::AttendOptions& message, const RetrievalConfig
 
 void check_request_id(const std::string& text) {
   if (text.empty()) return;
-  bool is_uuid = text.size() == 36;
-  for (std::size_t i = 0; i < text.size() && is_uuid; ++i) {
-    const bool dash = i == 8 || i == 13 || i == 18 || i == 23;
-    const char c = text[i];
-    const bool hex = (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f') || (c >= 'A' && c <= 'F');
-    is_uuid = dash ? c == '-' : hex;
-  }
+  constexpr std::string_view kForm = "xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx";
+  const bool is_uuid = std::ranges::equal(text, kForm, [](unsigned char c, char form) {
+    return form == '-' ? c == '-' : std::isxdigit(c) != 0;
+  });
   if (!is_uuid) {
     throw ServiceError::invalid("request_id", "a UUID of 36 characters",
                                 std::to_string(text.size()) + " characters that are none");

@@ -33,58 +33,45 @@ ServiceError unauthenticated() {
   return {Code::kUnauthenticated, "UNAUTHENTICATED", "expected the credentials of a tenant"};
 }
 
-std::int64_t limit_of(const nlohmann::json& value, const std::string& key) {
-  if (!value.is_number_integer() || value.get<std::int64_t>() < 0) {
-    bad(key + ": expected an integer of at least 0");
-  }
-  return value.get<std::int64_t>();
-}
-
-std::string text_of(const nlohmann::json& value, const std::string& key) {
-  if (!value.is_string()) bad(key + ": expected a string");
-  return value.get<std::string>();
-}
-
-/// Returns where the limits have what `key` names, or null.
-std::int64_t* share_of(TenantLimits& limits, const std::string& key) {
-  constexpr std::array<std::pair<std::string_view, Shared>, 4> kKeys{
-      {{"max_leases", Shared::kLeases},
-       {"max_attachments", Shared::kAttachments},
-       {"max_session_memory_bytes", Shared::kSessionMemory},
-       {"max_models", Shared::kEngines}}};
-  for (const auto& [name, what] : kKeys) {
-    if (name == key) return &limits.shares[static_cast<std::size_t>(what)];
-  }
-  return nullptr;
-}
-
 TenantConfig tenant_of(const nlohmann::json& entry) {
   if (!entry.is_object()) bad("expected objects in the list");
   TenantConfig tenant;
+  TenantLimits& limits = tenant.limits;
+  const auto share = [&limits](Shared what) {
+    return &limits.shares[static_cast<std::size_t>(what)];
+  };
+  const std::map<std::string_view, std::string*> texts{{"name", &tenant.name},
+                                                       {"token_sha256", &tenant.token_sha256},
+                                                       {"certificate", &tenant.certificate}};
+  struct Number {
+    std::int64_t *to, least;
+  };
+  const std::map<std::string_view, Number> numbers{
+      {"max_sessions", {&limits.max_sessions, 0}},
+      {"max_kv_bytes", {&limits.max_kv_bytes, 0}},
+      {"max_inflight_bytes", {&limits.max_inflight_bytes, 0}},
+      {"weight", {&limits.weight, 0}},
+      {"max_leases", {share(Shared::kLeases), 1}},
+      {"max_attachments", {share(Shared::kAttachments), 1}},
+      {"max_session_memory_bytes", {share(Shared::kSessionMemory), 1}},
+      {"max_models", {share(Shared::kEngines), 1}}};
   for (const auto& [key, value] : entry.items()) {
-    if (key == "name") {
-      tenant.name = text_of(value, key);
-    } else if (key == "token_sha256") {
-      tenant.token_sha256 = text_of(value, key);
-    } else if (key == "certificate") {
-      tenant.certificate = text_of(value, key);
-    } else if (key == "max_sessions") {
-      tenant.limits.max_sessions = limit_of(value, key);
-    } else if (key == "max_kv_bytes") {
-      tenant.limits.max_kv_bytes = limit_of(value, key);
-    } else if (key == "max_inflight_bytes") {
-      tenant.limits.max_inflight_bytes = limit_of(value, key);
-    } else if (key == "weight") {
-      tenant.limits.weight = limit_of(value, key);
-      if (tenant.limits.weight < 1 || tenant.limits.weight > 100) {
-        bad("weight: expected 1 to 100, found " + std::to_string(tenant.limits.weight));
-      }
-    } else if (std::int64_t* share = share_of(tenant.limits, key)) {
-      *share = limit_of(value, key);
-      if (*share < 1) bad(key + ": expected at least 1, found " + std::to_string(*share));
-    } else {
-      bad("expected a known key, found " + key);
+    if (const auto text = texts.find(key); text != texts.end()) {
+      if (!value.is_string()) bad(key + ": expected a string");
+      *text->second = value.get<std::string>();
+      continue;
     }
+    const auto number = numbers.find(key);
+    if (number == numbers.end()) bad("expected a known key, found " + key);
+    const auto [to, least] = number->second;
+    if (!value.is_number_integer() || value.get<std::int64_t>() < 0) {
+      bad(key + ": expected an integer of at least 0");
+    }
+    *to = value.get<std::int64_t>();
+    if (*to < least) bad(key + ": expected at least 1, found " + std::to_string(*to));
+  }
+  if (limits.weight < 1 || limits.weight > 100) {
+    bad("weight: expected 1 to 100, found " + std::to_string(limits.weight));
   }
   return tenant;
 }
@@ -257,22 +244,19 @@ Tenant& Tenants::authenticate(const Credentials& credentials) const {
   const std::string digest =
       has_token ? absl::BytesToHexString(sha256(credentials.bearer_token)) : std::string();
   Tenant* found = nullptr;
+  bool has_known_token = credentials.bearer_token.empty();
   for (std::size_t i = 0; i < configs_.size(); ++i) {
     const TenantConfig& config = configs_[i];
     const bool by_token = has_token && config.token_sha256 == digest;
     const auto& names = credentials.certificate_names;
     const bool by_certificate =
-        !config.certificate.empty() &&
-        std::find(names.begin(), names.end(), config.certificate) != names.end();
+        !config.certificate.empty() && std::ranges::find(names, config.certificate) != names.end();
+    has_known_token = has_known_token || by_token;
     if (!by_token && !by_certificate) continue;
     if (found != nullptr) throw unauthenticated();
     found = all_[i].get();
   }
-  const bool unknown_token = !credentials.bearer_token.empty() &&
-                             std::none_of(configs_.begin(), configs_.end(), [&](const auto& c) {
-                               return has_token && c.token_sha256 == digest;
-                             });
-  if (found == nullptr || unknown_token) throw unauthenticated();
+  if (found == nullptr || !has_known_token) throw unauthenticated();
   return *found;
 }
 
