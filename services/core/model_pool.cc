@@ -137,7 +137,7 @@ bool Model::carries(const RetrievalConfig& retrieval) const {
 
 std::shared_ptr<Model> ModelPool::find_locked(const std::string& key) {
   const auto it = std::find_if(models_.begin(), models_.end(), [&key](const auto& model) {
-    return !model->failed && model->key() == key;
+    return !model->failed && model->key == key;
   });
   if (it == models_.end()) return nullptr;
   std::rotate(it, it + 1, models_.end());
@@ -157,7 +157,7 @@ std::optional<std::size_t> ModelPool::place_for(const Tenant* owner) const {
   for (std::size_t i = models_.size(); i-- > 0;) {
     const bool is_idle = models_[i].use_count() == 1;
     if (is_idle) idle = i;
-    if (owner == nullptr || models_[i]->owner() != owner) continue;
+    if (owner == nullptr || models_[i]->owner != owner) continue;
     ++owned;
     if (is_idle) own_idle = i;
   }

@@ -26,28 +26,22 @@ struct ModelSpec {
 };
 
 /// An engine and what the service knows of it.
-class Model {
- public:
-  Model(const Config& config, std::string key, const Tenant* owner)
+struct Model {
+  Model(const Config& config, std::string key_in, const Tenant* owner_in)
       : engine(config),
         row_cache_rows(engine.stats().snapshot.row_cache_rows),
-        key_(std::move(key)),
-        owner_(owner) {}
+        key(std::move(key_in)),
+        owner(owner_in) {}
 
   Engine engine;
   const int row_cache_rows;  ///< As in the engine's `Stats`.
+  const std::string key;
+  const Tenant* const owner;  ///< For which it was made, of whose share it is.
   /// Set after a fault of the device: the engine answers nothing more.
   std::atomic<bool> failed{false};
 
-  [[nodiscard]] const std::string& key() const noexcept { return key_; }
-  /// The tenant for which it was made, of whose share it is.
-  [[nodiscard]] const Tenant* owner() const noexcept { return owner_; }
   /// Returns whether a session with these options finds its sketch here.
   [[nodiscard]] bool carries(const RetrievalConfig& retrieval) const;
-
- private:
-  std::string key_;
-  const Tenant* owner_;
 };
 
 struct ModelPoolOptions {

@@ -37,6 +37,15 @@ void check_prefix(const v1::CreateSessionRequest& request, std::int64_t capacity
   check_at_most("token_ids", request.token_ids_size(), capacity, ", the capacity");
 }
 
+/// Counts what a tenant has made for it apart from its sessions' strands, until the result is gone.
+/// Throws QUEUE_FULL where that is too much.
+std::shared_ptr<void> place_for(Tenant& tenant, const char* too_many) {
+  if (!tenant.take(Shared::kCreations, 1, kMaxQueuedCreations)) {
+    throw ServiceError::overloaded("QUEUE_FULL", too_many);
+  }
+  return {nullptr, [&tenant](void*) { tenant.give(Shared::kCreations, 1); }};
+}
+
 PageStoreOptions page_options(const ServiceCoreOptions& options, MemoryRoom& room) {
   PageStoreOptions pages = options.pages;
   pages.lease_ttl = options.lease_ttl;
@@ -63,6 +72,7 @@ struct ServiceCore::Creation {
   const v1::CreateSessionRequest& request;
   v1::CreateSessionResponse& response;
   const Done done;
+  std::shared_ptr<void> place;  ///< Among what is created.
   std::shared_ptr<InflightReservation> reservation;
   ModelSpec spec;
   std::int64_t capacity = 0;
@@ -258,17 +268,11 @@ void ServiceCore::run(const Call& call, const v1::CreateSessionRequest& request,
       }
       registered = true;
     }
-    if (!tenant.take(Shared::kCreations, 1, kMaxQueuedCreations)) {
-      throw ServiceError::overloaded("QUEUE_FULL", "too many sessions are being created");
-    }
+    std::shared_ptr<void> place = place_for(tenant, "too many sessions are being created");
     queued.deadline = deadline_of(call);
-    std::shared_ptr<Creation> creation;
-    try {
-      creation = std::make_shared<Creation>(arrival, std::move(queued), request, response, done);
-    } catch (...) {
-      tenant.give(Shared::kCreations, 1);
-      throw;
-    }
+    const auto creation =
+        std::make_shared<Creation>(arrival, std::move(queued), request, response, done);
+    creation->place = std::move(place);
     creation->reservation = std::move(reservation);
     ++admitted_;
     registered = false;
@@ -314,7 +318,7 @@ void ServiceCore::end(Creation& creation, const ServiceError* error) {
   creation.entry.reset();
   creation.model.reset();
   if (creation.charged) creation.arrival.tenant.refund_session();
-  creation.arrival.tenant.give(Shared::kCreations, 1);
+  creation.place.reset();
   creation.reservation.reset();
   finish(creation.arrival, creation.started, error, creation.done);
 }
@@ -472,30 +476,18 @@ void ServiceCore::describe_length(SessionEntry& entry, v1::Session& session) noe
 }
 
 void ServiceCore::run(const Call& call, const v1::ReleaseSessionRequest& request,
-                      v1::ReleaseSessionResponse& /*response*/, Done done) {
+                      v1::ReleaseSessionResponse& response, Done done) {
   const CallRecord arrival = arrive(call, rpc_name<v1::ReleaseSessionRequest>());
-  std::shared_ptr<SessionEntry> entry;
+  std::shared_ptr<SessionEntry> entry;  // null: it was released by this request before
   try {
-    check_request_id(request.request_id());
-    ReplayCache& replies = call.tenant->replies();
-    const std::string& id = request.request_id();
-    if (!id.empty() && replies.begin(id, body_digest(request))) {
-      ++admitted_;
-      finish(arrival, {}, nullptr, done);
-      return;
-    }
-    try {
-      entry = sessions_.remove(*call.tenant, request.name());
-    } catch (...) {
-      if (!id.empty()) replies.abandon(id);
-      throw;
-    }
-    if (!id.empty()) keep_reply(replies, id, v1::ReleaseSessionResponse());
+    execute_once(call.tenant->replies(), request, response,
+                 [&] { entry = sessions_.remove(*call.tenant, request.name()); });
   } catch (...) {
     refuse(arrival, done);
     return;
   }
   ++admitted_;
+  if (entry == nullptr) return finish(arrival, {}, nullptr, done);
   ++released_;
   try {
     Strand& strand = *entry->strand;
@@ -673,21 +665,16 @@ void ServiceCore::run(const Call& call, const v1::OpenLeaseRequest& request,
   };
   if (pages_.has(*call.tenant)) return answer({});
   // The tenant's folder is read first, one tenant's at a time: the transport has others to serve.
-  bool counted = false;
   try {
-    counted = call.tenant->take(Shared::kCreations, 1, kMaxQueuedCreations);
-    if (!counted) {
-      throw ServiceError::overloaded("QUEUE_FULL", "too many first leases are being opened");
-    }
+    std::shared_ptr<void> place = place_for(*call.tenant, "too many first leases are being opened");
     executor_
         .make_strand(
             {.tenant = call.tenant->index(), .weight = call.tenant->weight(), .engine = &pages_})
-        ->post([this, answer, tenant = call.tenant] {
-          tenant->give(Shared::kCreations, 1);  // before the client has the reply
+        ->post([this, answer, place = std::move(place)]() mutable {
+          place.reset();  // before the client has the reply
           answer(options_.now());
         });
   } catch (...) {
-    if (counted) call.tenant->give(Shared::kCreations, 1);
     refuse(arrival, done);
   }
 }
