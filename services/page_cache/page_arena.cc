@@ -23,17 +23,13 @@ ServiceError no_memory() {
 }  // namespace
 
 std::shared_ptr<const SharedRegion> make_arena_memory(std::uint64_t data_bytes) {
+  assert(data_bytes % kUnitBytes == 0);
   try {
     return std::make_shared<SharedRegion>(SharedRegion::create(
         arena_file_bytes(data_bytes / kUnitBytes), SharedRegion::Others::kRead));
   } catch (const Error&) {
     throw no_memory();
   }
-}
-
-PageArena::PageArena(std::uint64_t data_bytes, std::uint32_t server_epoch)
-    : PageArena(make_arena_memory(data_bytes), data_bytes / kUnitBytes, server_epoch) {
-  assert(data_bytes % kUnitBytes == 0);
 }
 
 PageArena::PageArena(std::shared_ptr<const SharedRegion> memory, std::uint64_t num_units,

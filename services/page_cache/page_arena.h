@@ -11,18 +11,16 @@
 
 namespace kvtier::services {
 
-/// Makes memory for an arena of `data_bytes`, which other processes can read only. Throws
-/// `ServiceError` OUT_OF_MEMORY.
+/// Makes memory for an arena of `data_bytes`, a multiple of `kUnitBytes`, which other processes can
+/// read only. Throws `ServiceError` OUT_OF_MEMORY.
 [[nodiscard]] std::shared_ptr<const SharedRegion> make_arena_memory(std::uint64_t data_bytes);
 
 /// The memory of one tenant's pages, laid out as page_layout.h says. Calls about different pages
 /// may be made at the same time.
 class PageArena {
  public:
-  /// `data_bytes` is a multiple of `kUnitBytes`. Throws `ServiceError` OUT_OF_MEMORY.
-  PageArena(std::uint64_t data_bytes, std::uint32_t server_epoch);
-  /// In memory of `make_arena_memory`, whose pages stay where an arena was there before. Throws as
-  /// above.
+  /// In memory of `make_arena_memory`, whose pages stay where an arena was there before. Throws
+  /// `ServiceError` OUT_OF_MEMORY.
   PageArena(std::shared_ptr<const SharedRegion> memory, std::uint64_t num_units,
             std::uint32_t server_epoch);
 

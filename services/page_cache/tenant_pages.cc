@@ -52,11 +52,9 @@ TenantPages::TenantPages(Tenant& tenant, const PageStoreOptions& options, const 
       codec_(codec),
       kept_(kept),
       backing_(options.backing ? options.backing(tenant) : PageBacking{}),
-      arena_(kept == nullptr
-                 ? PageArena(static_cast<std::uint64_t>(options.arena_bytes), codec.epoch())
-                 : PageArena(kept->memory(),
-                             static_cast<std::uint64_t>(options.arena_bytes) / kUnitBytes,
-                             codec.epoch())),
+      arena_(kept == nullptr ? make_arena_memory(static_cast<std::uint64_t>(options.arena_bytes))
+                             : kept->memory(),
+             static_cast<std::uint64_t>(options.arena_bytes) / kUnitBytes, codec.epoch()),
       slots_(static_cast<std::uint64_t>(options.arena_bytes) / kUnitBytes,
              static_cast<std::uint64_t>(options.extent_bytes) / kUnitBytes) {
   if (!backing_.empty()) {
@@ -148,6 +146,13 @@ PageDigest TenantPages::digest_of(const PageLease& lease, const BlobKey& key) co
 PageSlot* TenantPages::find(const PageDigest& digest) {
   const auto it = index_.find(digest);
   return it == index_.end() ? nullptr : it->second;
+}
+
+PageSlot* TenantPages::find(const Reservation& named, PageState state) noexcept {
+  PageSlot* page = slots_.at(named.first);
+  const bool is_there = page != nullptr && page->generation == named.second &&
+                        page->state == state && !page->delete_pending;
+  return is_there ? page : nullptr;
 }
 
 PageInfo TenantPages::info_of(const PageSlot& page, bool existed) {
@@ -293,7 +298,9 @@ PageInfo TenantPages::reserve(PageLease& lease, const BlobKey& key) {
   }
   PageSlot& page = take(length);
   try {
-    while (!reservations_.empty() && !is_waiting(reservations_.front())) reservations_.pop_front();
+    while (!reservations_.empty() && find(reservations_.front(), PageState::kReserved) == nullptr) {
+      reservations_.pop_front();
+    }
     reservations_.emplace_back(page.slot, page.generation);
     lease.reserved.insert(page.slot);
   } catch (...) {
@@ -752,16 +759,9 @@ void TenantPages::add_task(TierTask task) {
   task_added_.notify_one();
 }
 
-PageSlot* TenantPages::page_of(const TierTask& task) noexcept {
-  PageSlot* page = slots_.at(task.page.first);
-  const bool is_there = page != nullptr && page->generation == task.page.second &&
-                        page->state == PageState::kCommitted && !page->delete_pending;
-  return is_there ? page : nullptr;
-}
-
 void TenantPages::drop_stale_tasks() {
   counters_.unwritten += std::erase_if(tasks_, [this](const TierTask& task) {
-    return task.kind == TierTask::Kind::kWrite && page_of(task) == nullptr;
+    return task.kind == TierTask::Kind::kWrite && find(task.page, PageState::kCommitted) == nullptr;
   });
   many_tasks_ = 2 * tasks_.size() + kMostStaleTasks;
 }
@@ -821,7 +821,7 @@ void TenantPages::write_pages(Lock& lock) {
   for (std::uint64_t bytes = 0; !tasks_.empty() && bytes < kBatchBytes;) {
     const TierTask& task = tasks_.front();
     if (task.kind != kind) break;
-    if (PageSlot* page = page_of(task)) {
+    if (PageSlot* page = find(task.page, PageState::kCommitted)) {
       pages.push_back(page);
       add_pin(*page);
       bytes += page->length;
@@ -880,7 +880,8 @@ void TenantPages::remove_pages(Lock& lock, const std::stop_token& ending) {
     if (task.kind == TierTask::Kind::kRemove) {
       digests.push_back(task.digest);
       keys.push_back(PageBacking::key_of(task.digest));
-    } else if (task.kind == TierTask::Kind::kWrite && page_of(task) == nullptr) {
+    } else if (task.kind == TierTask::Kind::kWrite &&
+               find(task.page, PageState::kCommitted) == nullptr) {
       ++counters_.unwritten;
     } else {
       break;
@@ -946,22 +947,16 @@ bool TenantPages::is_durable(std::string_view handle) {
 
 // ---- upkeep
 
-bool TenantPages::is_waiting(const Reservation& reservation) noexcept {
-  const PageSlot* page = slots_.at(reservation.first);
-  return page != nullptr && page->generation == reservation.second &&
-         page->state == PageState::kReserved && !page->delete_pending;
-}
-
 void TenantPages::expire(TimePoint now) {
   call_waiters(now);
   const Lock lock(mutex_);
   // The oldest come first: one that is being written ends the walk, and is left to the next.
   for (; !reservations_.empty(); reservations_.pop_front()) {
-    if (!is_waiting(reservations_.front())) continue;
-    PageSlot& page = *slots_.at(reservations_.front().first);
-    if (page.busy || page.reserved_at + options_.reservation_ttl > now) return;
+    PageSlot* page = find(reservations_.front(), PageState::kReserved);
+    if (page == nullptr) continue;
+    if (page->busy || page->reserved_at + options_.reservation_ttl > now) return;
     ++counters_.reservations_expired;
-    release(page);
+    release(*page);
   }
 }
 

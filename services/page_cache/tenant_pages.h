@@ -151,6 +151,8 @@ class TenantPages {
   [[nodiscard]] PageSlot* own_at(const PageLease& lease, std::string_view handle);
   [[nodiscard]] PageDigest digest_of(const PageLease& lease, const BlobKey& key) const;
   [[nodiscard]] PageSlot* find(const PageDigest& digest);
+  /// Returns the page that was reserved so, if it is in this state, or null where it has gone.
+  [[nodiscard]] PageSlot* find(const Reservation& named, PageState state) noexcept;
   [[nodiscard]] static PageInfo info_of(const PageSlot& page, bool existed = false);
 
   /// Takes a slot of no key that is not reserved yet, and charges the tenant. Throws as
@@ -171,8 +173,6 @@ class TenantPages {
   /// Returns whether the disk has a page.
   [[nodiscard]] bool on_disk(const PageDigest& digest, std::int64_t bytes) const;
   void add_task(TierTask task);
-  /// Returns the page that a task is to write, or null where it has gone.
-  [[nodiscard]] PageSlot* page_of(const TierTask& task) noexcept;
   /// Forgets to write pages that have gone.
   void drop_stale_tasks();
   /// Has the tiers delete a page, and all lookups miss it until they have tried. Throws
@@ -206,7 +206,6 @@ class TenantPages {
   void clear_reservation(PageSlot& page) noexcept;
   /// Takes a page from whatever it is to free, or dooms it while it is in use.
   void release(PageSlot& page) noexcept;
-  [[nodiscard]] bool is_waiting(const Reservation& reservation) noexcept;
   void set_state(PageSlot& page, PageState state) noexcept;
   void unindex(PageSlot& page) noexcept;
   void add_pin(PageSlot& page) noexcept;
