@@ -1,20 +1,13 @@
 #include "services/dataplane/data_plane.h"
 
-#include "services/base/listener.h"
 #include "services/wire/durations.h"
 
-#include <boost/asio/io_context.hpp>
 #include <boost/asio/post.hpp>
-#include <boost/asio/ssl/context.hpp>
 #include <boost/asio/strand.hpp>
 
 #include <algorithm>
 #include <array>
-#include <deque>
-#include <mutex>
 #include <span>
-#include <thread>
-#include <unordered_map>
 
 namespace kvtier::services {
 namespace {
@@ -60,144 +53,105 @@ std::int64_t max_memory(const DataPlaneOptions& options) noexcept {
          static_cast<std::int64_t>(connections * kConnectionBytes);
 }
 
-class DataPlane::Impl {
- public:
-  Impl(DataPlaneOptions options, const TlsIdentity& tls, ServiceCore& core, PageStore& pages)
-      : options_(std::move(options)),
-        attachments_(options_.attachments, options_.now),
-        context_{core, pages, attachments_, options_.limits, counters_, options_.now},
-        loop_(1),
-        work_(boost::asio::make_work_guard(loop_)) {
-    if (!tls.empty()) tls_ = make_tls_context(tls);
-    endpoints_ = options_.listen;
-    for (Endpoint& endpoint : endpoints_) {
-      listener_.add(endpoint, options_.bound.get(), [this, is_unix = endpoint.is_unix](int fd) {
-        accept(Descriptor(fd), is_unix);
-      });
-    }
-    thread_ = std::thread([this] { loop_.run(); });
-  }
-  ~Impl() { stop(std::chrono::milliseconds(0)); }
-  Impl(const Impl&) = delete;  // owns sockets and threads
-  Impl& operator=(const Impl&) = delete;
-
-  void start() { listener_.start(); }
-
-  void stop(std::chrono::milliseconds grace) {
-    listener_.stop();
-    const auto end = std::chrono::steady_clock::now() + grace;
-    while (counters_.queued_bytes > 0 && std::chrono::steady_clock::now() < end) {
-      std::this_thread::sleep_for(kDrainInterval);
-    }
-    std::vector<std::shared_ptr<DataConnection>> open;
-    {
-      const std::lock_guard lock(mutex_);
-      stopped_ = true;
-      for (const auto& [key, connection] : connections_) open.push_back(connection);
-    }
-    for (const auto& connection : open) {
-      connection->go_away(ServiceError::draining());
-      connection->close_now();
-    }
-    open.clear();
-    work_.reset();
-    if (thread_.joinable()) thread_.join();
-    listener_.leave_paths();
-  }
-
-  void sweep(TimePoint now) {
-    attachments_.sweep();
-    std::vector<std::shared_ptr<DataConnection>> open;
-    {
-      const std::lock_guard lock(mutex_);
-      for (const auto& [key, connection] : connections_) open.push_back(connection);
-    }
-    for (const auto& connection : open) connection->end_if_slow(now);
-  }
-
-  void use_tls(const TlsIdentity& identity) {
-    std::shared_ptr<ssl::context> fresh = make_tls_context(identity);
-    const std::lock_guard lock(mutex_);
-    if (tls_) tls_.swap(fresh);
-  }
-
-  const DataPlaneOptions options_;
-  DataPlaneCounters counters_;
-  Attachments attachments_;
-  ConnectionContext context_;
-  std::vector<Endpoint> endpoints_;
-
- private:
-  std::shared_ptr<ssl::context> tls() {
-    const std::lock_guard lock(mutex_);
-    return tls_;
-  }
-
-  void accept(Descriptor socket, bool is_unix) {
-    const auto strand = boost::asio::make_strand(loop_);
-    std::unique_ptr<ByteStream> stream = is_unix
-                                             ? make_unix_stream(strand, std::move(socket))
-                                             : make_tcp_stream(strand, std::move(socket), tls());
-    auto connection = std::make_shared<DataConnection>(context_, strand, std::move(stream),
-                                                       [this](DataConnection& ended) {
-                                                         const std::lock_guard lock(mutex_);
-                                                         connections_.erase(&ended);
-                                                       });
-    std::shared_ptr<DataConnection> outrun;
-    {
-      const std::lock_guard lock(mutex_);
-      if (stopped_) return;
-      connections_.emplace(connection.get(), connection);
-      latest_.emplace_back(connection);
-      if (latest_.size() > options_.limits.max_unattached) {
-        outrun = latest_.front().lock();
-        latest_.pop_front();
-      }
-    }
-    if (outrun && !outrun->attached()) outrun->close_now();
-    boost::asio::post(strand, [connection] { connection->start(); });
-  }
-
-  boost::asio::io_context loop_;
-  boost::asio::executor_work_guard<boost::asio::io_context::executor_type> work_;
-  Listener listener_;
-  std::thread thread_;                 ///< Reads and writes sockets.
-  std::mutex mutex_;                   ///< Guards all below.
-  std::shared_ptr<ssl::context> tls_;  ///< Null: plaintext.
-  std::unordered_map<const DataConnection*, std::shared_ptr<DataConnection>> connections_;
-  std::deque<std::weak_ptr<DataConnection>> latest_;  ///< That came, at most `max_unattached`.
-  bool stopped_ = false;
-};
-
 DataPlane::DataPlane(DataPlaneOptions options, const TlsIdentity& tls, ServiceCore& core,
                      PageStore& pages)
-    : impl_(std::make_unique<Impl>(std::move(options), tls, core, pages)) {}
-DataPlane::~DataPlane() = default;
-void DataPlane::start() { impl_->start(); }
-void DataPlane::stop(std::chrono::milliseconds grace) { impl_->stop(grace); }
-void DataPlane::sweep(TimePoint now) { impl_->sweep(now); }
-void DataPlane::use_tls(const TlsIdentity& identity) { impl_->use_tls(identity); }
-const std::vector<Endpoint>& DataPlane::endpoints() const noexcept { return impl_->endpoints_; }
-Attachments& DataPlane::attachments() noexcept { return impl_->attachments_; }
-const DataPlaneCounters& DataPlane::counters() const noexcept { return impl_->counters_; }
+    : options_(std::move(options)),
+      attachments_(options_.attachments, options_.now),
+      context_{core, pages, attachments_, options_.limits, counters_, options_.now},
+      endpoints_(options_.listen),
+      work_(boost::asio::make_work_guard(loop_)) {
+  if (!tls.empty()) tls_ = make_tls_context(tls);
+  for (Endpoint& endpoint : endpoints_) {
+    listener_.add(endpoint, options_.bound.get(),
+                  [this, is_unix = endpoint.is_unix](int fd) { accept(Descriptor(fd), is_unix); });
+  }
+  thread_ = std::thread([this] { loop_.run(); });
+}
+
+std::vector<std::shared_ptr<DataConnection>> DataPlane::open() {
+  std::vector<std::shared_ptr<DataConnection>> open;
+  const std::lock_guard lock(mutex_);
+  for (const auto& [key, connection] : connections_) open.push_back(connection);
+  return open;
+}
+
+void DataPlane::stop(std::chrono::milliseconds grace) {
+  listener_.stop();
+  const auto end = std::chrono::steady_clock::now() + grace;
+  while (counters_.queued_bytes > 0 && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(kDrainInterval);
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+  }
+  for (const auto& connection : open()) {
+    connection->go_away(ServiceError::draining());
+    connection->close_now();
+  }
+  work_.reset();
+  if (thread_.joinable()) thread_.join();
+  listener_.leave_paths();
+}
+
+void DataPlane::sweep(TimePoint now) {
+  attachments_.sweep();
+  for (const auto& connection : open()) connection->end_if_slow(now);
+}
+
+void DataPlane::use_tls(const TlsIdentity& identity) {
+  std::shared_ptr<ssl::context> fresh = make_tls_context(identity);
+  const std::lock_guard lock(mutex_);
+  if (tls_) tls_.swap(fresh);
+}
+
+void DataPlane::accept(Descriptor socket, bool is_unix) {
+  const auto strand = boost::asio::make_strand(loop_);
+  std::shared_ptr<ssl::context> tls;
+  {
+    const std::lock_guard lock(mutex_);
+    tls = tls_;
+  }
+  std::unique_ptr<ByteStream> stream =
+      is_unix ? make_unix_stream(strand, std::move(socket))
+              : make_tcp_stream(strand, std::move(socket), std::move(tls));
+  auto connection = std::make_shared<DataConnection>(context_, strand, std::move(stream),
+                                                     [this](DataConnection& ended) {
+                                                       const std::lock_guard lock(mutex_);
+                                                       connections_.erase(&ended);
+                                                     });
+  std::shared_ptr<DataConnection> outrun;
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_) return;
+    connections_.emplace(connection.get(), connection);
+    latest_.emplace_back(connection);
+    if (latest_.size() > options_.limits.max_unattached) {
+      outrun = latest_.front().lock();
+      latest_.pop_front();
+    }
+  }
+  if (outrun && !outrun->attached()) outrun->close_now();
+  boost::asio::post(strand, [connection] { connection->start(); });
+}
 
 void DataPlane::create_attachment(Tenant& tenant, const v1::CreateAttachmentRequest& request,
                                   v1::CreateAttachmentResponse& response) {
   Attachments::Created created =
-      impl_->attachments_.create(tenant, request.process_id(), request.staging_bytes());
+      attachments_.create(tenant, request.process_id(), request.staging_bytes());
   v1::Attachment& attachment = *response.mutable_attachment();
   attachment.set_name(created.name);
   attachment.set_process_id(request.process_id());
   attachment.set_staging_bytes(created.staging_bytes);
-  for (const Endpoint& endpoint : impl_->endpoints_) response.add_endpoints(endpoint.text());
+  for (const Endpoint& endpoint : endpoints_) response.add_endpoints(endpoint.text());
   response.set_token(std::move(created.token));
-  *response.mutable_token_ttl() = duration_of(impl_->options_.attachments.token_life);
+  *response.mutable_token_ttl() = duration_of(options_.attachments.token_life);
 }
 
 void DataPlane::share_device_memory(Tenant& tenant, const v1::ShareDeviceMemoryRequest& request,
                                     v1::ShareDeviceMemoryResponse& response) {
-  const auto& open = impl_->options_.open_device_memory;
-  if (!open || impl_->options_.attachments.max_regions == 0) {
+  const auto& open = options_.open_device_memory;
+  if (!open || options_.attachments.max_regions == 0) {
     throw ServiceError(Code::kFailedPrecondition, "NOT_SHARED",
                        "this server maps no device memory of clients");
   }
@@ -206,7 +160,7 @@ void DataPlane::share_device_memory(Tenant& tenant, const v1::ShareDeviceMemoryR
   take_bytes(request.device_uuid(), "device_uuid", handle.device);
   check_at_least("bytes", request.bytes(), 1);
   const auto bytes = static_cast<std::size_t>(request.bytes());
-  response.set_region(impl_->attachments_.share(tenant, request.attachment(), [&] {
+  response.set_region(attachments_.share(tenant, request.attachment(), [&] {
     try {
       return DeviceRegion{open(handle, bytes), bytes};
     } catch (const Error& error) {

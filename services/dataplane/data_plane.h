@@ -4,15 +4,24 @@
 
 #include "services/base/bound_sockets.h"
 #include "services/base/endpoint.h"
+#include "services/base/listener.h"
 #include "services/base/tls_identity.h"
 #include "services/core/service_core.h"
 #include "services/dataplane/attachments.h"
 #include "services/dataplane/connection.h"
 
+#include <boost/asio/executor_work_guard.hpp>
+#include <boost/asio/io_context.hpp>
+#include <boost/asio/ssl/context.hpp>
+
 #include <chrono>
 #include <cstddef>
+#include <deque>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
 #include <vector>
 
 namespace kvtier::services {
@@ -39,12 +48,12 @@ class DataPlane {
   /// Throws as `Server`.
   DataPlane(DataPlaneOptions options, const TlsIdentity& tls, ServiceCore& core, PageStore& pages);
   /// Stops without grace. Neither core nor pages may work on anything any more.
-  ~DataPlane();
+  ~DataPlane() { stop(std::chrono::milliseconds(0)); }
   DataPlane(const DataPlane&) = delete;  // owns sockets and threads
   DataPlane& operator=(const DataPlane&) = delete;
 
   /// Begins to accept.
-  void start();
+  void start() { listener_.start(); }
   /// Accepts no more; waits for requests in progress until `grace` has passed; sends every client
   /// that the server ends, closes all sockets, and waits for the threads.
   void stop(std::chrono::milliseconds grace);
@@ -56,9 +65,9 @@ class DataPlane {
   void use_tls(const TlsIdentity& identity);
 
   /// Where clients connect, with the ports that the system chose.
-  [[nodiscard]] const std::vector<Endpoint>& endpoints() const noexcept;
-  [[nodiscard]] Attachments& attachments() noexcept;
-  [[nodiscard]] const DataPlaneCounters& counters() const noexcept;
+  [[nodiscard]] const std::vector<Endpoint>& endpoints() const noexcept { return endpoints_; }
+  [[nodiscard]] Attachments& attachments() noexcept { return attachments_; }
+  [[nodiscard]] const DataPlaneCounters& counters() const noexcept { return counters_; }
 
   void create_attachment(Tenant& tenant, const v1::CreateAttachmentRequest& request,
                          v1::CreateAttachmentResponse& response);
@@ -68,8 +77,23 @@ class DataPlane {
                            v1::ShareDeviceMemoryResponse& response);
 
  private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  void accept(Descriptor socket, bool is_unix);
+  [[nodiscard]] std::vector<std::shared_ptr<DataConnection>> open();
+
+  const DataPlaneOptions options_;
+  DataPlaneCounters counters_;
+  Attachments attachments_;
+  ConnectionContext context_;
+  std::vector<Endpoint> endpoints_;
+  boost::asio::io_context loop_{1};
+  boost::asio::executor_work_guard<boost::asio::io_context::executor_type> work_;
+  Listener listener_;
+  std::thread thread_;                              ///< Reads and writes sockets.
+  std::mutex mutex_;                                ///< Guards all below.
+  std::shared_ptr<boost::asio::ssl::context> tls_;  ///< Null: plaintext.
+  std::unordered_map<const DataConnection*, std::shared_ptr<DataConnection>> connections_;
+  std::deque<std::weak_ptr<DataConnection>> latest_;  ///< That came, at most `max_unattached`.
+  bool stopped_ = false;
 };
 
 }  // namespace kvtier::services
