@@ -44,8 +44,7 @@ Attachments::Created Attachments::create(Tenant& tenant, std::int64_t process_id
   const std::string name = std::string(kPrefix) + codec_.encode(fields);
   auto attachment = std::make_shared<Attachment>(
       Attachment{tenant, name, process_id, staging_bytes, now_() + limits_.token_life, digest});
-  by_name_.emplace(name, attachment);
-  by_token_.emplace(digest, std::move(attachment));
+  by_name_.emplace(name, std::move(attachment));
   staging_bytes_ += staging_bytes;
   return {name, token, staging_bytes};
 }
@@ -55,11 +54,12 @@ std::shared_ptr<Attachment> Attachments::redeem(std::string_view token, const Pe
   // By digest, so that the time of a look-up reveals nothing of the tokens there are.
   const std::string digest = sha256(token);
   const std::lock_guard lock(mutex_);
-  const auto found = by_token_.find(digest);
+  const auto found = std::ranges::find_if(
+      by_name_, [&](const auto& item) { return item.second->token_digest == digest; });
   const auto refuse = [] {
     return ServiceError(Code::kUnauthenticated, "UNAUTHENTICATED", "the token is not good here");
   };
-  if (found == by_token_.end()) throw refuse();
+  if (found == by_name_.end()) throw refuse();
   std::shared_ptr<Attachment> attachment = found->second;
   const bool in_time = now_() <= attachment->token_end;
   const bool same_process =
@@ -67,7 +67,6 @@ std::shared_ptr<Attachment> Attachments::redeem(std::string_view token, const Pe
   const bool same_user = !peer.user || *peer.user == ::geteuid() || *peer.user == 0;
   const bool same_tenant = peer.tenant == nullptr || peer.tenant == &attachment->tenant;
   if (!in_time || !same_process || !same_user || !same_tenant) throw refuse();
-  by_token_.erase(found);
   attachment->token_digest.clear();
   attachment->close = std::move(close);
   attachment->is_local = peer.user.has_value();
@@ -77,7 +76,6 @@ std::shared_ptr<Attachment> Attachments::redeem(std::string_view token, const Pe
 void Attachments::forget(const std::string& name) {
   const auto found = by_name_.find(name);
   if (found == by_name_.end()) return;
-  if (!found->second->token_digest.empty()) by_token_.erase(found->second->token_digest);
   staging_bytes_ -= found->second->staging_bytes;
   for (const std::string& region : found->second->regions) {
     found->second->tenant.regions().remove(region);

@@ -16,7 +16,6 @@
 #include <string>
 #include <string_view>
 #include <sys/types.h>
-#include <unordered_map>
 #include <vector>
 
 namespace kvtier::services {
@@ -44,7 +43,7 @@ struct Attachment {
   const std::int64_t process_id;
   const std::int64_t staging_bytes;
   const TimePoint token_end;
-  std::string token_digest;            ///< Empty once the token was used.
+  std::string token_digest;            ///< SHA-256; empty once the token was used.
   std::function<void()> close{};       ///< Ends the connection, while there is one.
   bool is_local = false;               ///< Connected over a Unix socket.
   std::vector<std::string> regions{};  ///< Device memory that is shared through it.
@@ -100,7 +99,6 @@ class Attachments {
   std::uint32_t last_slot_ = 0;
   std::int64_t staging_bytes_ = 0;
   std::map<std::string, std::shared_ptr<Attachment>> by_name_;
-  std::unordered_map<std::string, std::shared_ptr<Attachment>> by_token_;  ///< By SHA-256.
 };
 
 }  // namespace kvtier::services

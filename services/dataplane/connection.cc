@@ -8,6 +8,7 @@
 #include <boost/asio/post.hpp>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <tuple>
 #include <utility>
@@ -34,29 +35,6 @@ Bytes status_of(const ServiceError& error) {
 iovec piece_of(const void* data, std::size_t size) { return {const_cast<void*>(data), size}; }
 
 constexpr std::int64_t kOutcomeBytes = sizeof(PageOutcome);
-
-/// What answers a request.
-FrameType reply_type(FrameType request) {
-  switch (request) {
-    case FrameType::kCall:
-      return FrameType::kReply;
-    case FrameType::kReadPages:
-      return FrameType::kPages;
-    case FrameType::kWritePages:
-      return FrameType::kWritten;
-    default:
-      throw ServiceError::invalid("frame.type", "a request",
-                                  std::to_string(static_cast<int>(request)));
-  }
-}
-
-/// What a request counts as that was refused before it was a call. The frame of a call does not say
-/// which, before it is read.
-std::string_view name_of(FrameType request) {
-  if (request == FrameType::kReadPages) return rpc_name<v1::ReadPagesRequest>();
-  if (request == FrameType::kWritePages) return rpc_name<v1::WritePagesRequest>();
-  return "other";
-}
 
 /// Charges a frame for what decoding makes of its control, and for the outcomes of its pages.
 void charge_pages(const IncomingFrame& frame, std::size_t pages) {
@@ -118,7 +96,7 @@ std::shared_ptr<void> DataConnection::hold(std::int64_t bytes) {
             self->context_.counters.queued_bytes -= bytes;
             const std::int64_t left = self->queued_bytes_ -= bytes;
             if (left < self->context_.limits.max_queued_bytes && self->paused_.exchange(false)) {
-              self->resume();
+              self->come_back();
             }
           }};
 }
@@ -174,7 +152,7 @@ void DataConnection::consume() {
   // A thread that lowers the count after this sees the flag; one that did before is made up for.
   ++context_.counters.pauses;
   paused_ = true;
-  if (queued_bytes_ < context_.limits.max_queued_bytes && paused_.exchange(false)) resume();
+  if (queued_bytes_ < context_.limits.max_queued_bytes && paused_.exchange(false)) come_back();
 }
 
 /// Returns whether there is a header, and enough room in the queue to go on with its frame.
@@ -229,17 +207,9 @@ void DataConnection::work() {
 }
 
 void DataConnection::come_back() {
-  if (working_) return;
-  working_ = true;
+  if (working_.exchange(true)) return;
   boost::asio::post(executor_, [self = shared_from_this()] {
     self->working_ = false;
-    self->work();
-    self->consume();
-  });
-}
-
-void DataConnection::resume() {
-  boost::asio::post(executor_, [self = shared_from_this()] {
     self->work();
     self->consume();
   });
@@ -385,8 +355,24 @@ void DataConnection::close() {
 void DataConnection::dispatch(const std::shared_ptr<IncomingFrame>& frame) {
   if (!attachment_ && frame->refusal()) throw *frame->refusal();
   if (!attachment_) return attach(*frame);
+  struct Request {
+    FrameType type, reply;
+    std::string_view method;  // that it counts as when it is refused before it was a call
+    void (DataConnection::*act)(const std::shared_ptr<IncomingFrame>& frame);
+  };
+  // The frame of a call does not say which, before it is read.
+  static const std::array<Request, 3> requests{
+      {{FrameType::kCall, FrameType::kReply, "other", &DataConnection::call},
+       {FrameType::kReadPages, FrameType::kPages, rpc_name<v1::ReadPagesRequest>(),
+        &DataConnection::read_pages},
+       {FrameType::kWritePages, FrameType::kWritten, rpc_name<v1::WritePagesRequest>(),
+        &DataConnection::write_pages}}};
   const FrameHeader& header = frame->header();
-  const FrameType reply = reply_type(header.type);
+  const auto* const request = std::ranges::find(requests, header.type, &Request::type);
+  if (request == requests.end()) {
+    throw ServiceError::invalid("frame.type", "a request",
+                                std::to_string(static_cast<int>(header.type)));
+  }
   try {
     check_certificate();
   } catch (const ServiceError& error) {
@@ -394,12 +380,10 @@ void DataConnection::dispatch(const std::shared_ptr<IncomingFrame>& frame) {
   }
   try {
     if (frame->refusal()) throw *frame->refusal();
-    if (header.type == FrameType::kCall) return call(frame);
-    if (header.type == FrameType::kReadPages) return read_pages(frame);
-    write_pages(frame);
+    (this->*request->act)(frame);
   } catch (const ServiceError& error) {
-    context_.core.refused({.tenant = &attachment_->tenant}, name_of(header.type), error);
-    reply_failed(reply, header.request_id, error);
+    context_.core.refused({.tenant = &attachment_->tenant}, request->method, error);
+    reply_failed(request->reply, header.request_id, error);
   }
 }
 
@@ -427,17 +411,13 @@ void DataConnection::attach(const IncomingFrame& frame) {
   AttachedBody attached;
   std::vector<int> descriptors;
   if (stream_->shares_memory()) {
-    try {
+    const std::optional<ServiceError> failure = failure_of([&] {
       staging_ = std::make_shared<SharedRegion>(
           SharedRegion::create(static_cast<std::size_t>(attachment_->staging_bytes)));
-    } catch (...) {
-      go_away(to_service_error(std::current_exception()));
-      return;
-    }
+    });
+    if (failure) return go_away(*failure);
     attached.regions.push_back({RegionKind::kStaging, staging_->bytes().size()});
     descriptors.push_back(staging_->descriptor());
-  }
-  if (staging_) {
     try {
       const ArenaFile arena = context_.pages.arena(attachment_->tenant);
       attached.regions.push_back({RegionKind::kReadArena, arena.bytes});

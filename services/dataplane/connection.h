@@ -111,7 +111,7 @@ class DataConnection : public std::enable_shared_from_this<DataConnection> {
   void consume();
   bool begin_frame();
   void end_frame();
-  // Of complete frames (requests.cc).
+  // Of complete frames.
   void dispatch(const std::shared_ptr<IncomingFrame>& frame);
   void attach(const IncomingFrame& frame);
   /// Throws UNAUTHENTICATED when the client's certificate is no longer its tenant's.
@@ -122,10 +122,9 @@ class DataConnection : public std::enable_shared_from_this<DataConnection> {
   [[nodiscard]] PageRequest page_request(const std::shared_ptr<IncomingFrame>& frame) const;
   /// Does a part of the first job, and comes back for the rest unless the queue is full.
   void work();
-  /// Posts `work`, also when it saw a full queue: replies of calls leave on other threads.
+  /// Posts `work`, also when it saw a full queue: replies of calls leave on other threads. Then
+  /// goes on with reading. On any thread.
   void come_back();
-  /// Goes on with jobs and reading. On any thread.
-  void resume();
   void arm(std::chrono::milliseconds time);
   void close();
   void await_write();
@@ -157,8 +156,8 @@ class DataConnection : public std::enable_shared_from_this<DataConnection> {
     std::unique_ptr<PageJob> job;
     std::shared_ptr<void> held;
   };
-  std::deque<Job> jobs_;  ///< While there are any, no frame is taken up.
-  bool working_ = false;
+  std::deque<Job> jobs_;              ///< While there are any, no frame is taken up.
+  std::atomic<bool> working_{false};  ///< `work` is posted.
   bool reading_ = false;
   bool frame_timed_ = false;
   std::uint64_t timer_number_ = 0;  ///< Of the last timer that counts.

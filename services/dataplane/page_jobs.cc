@@ -39,7 +39,7 @@ PageOutcome outcome_of(Work work) {
   }
 }
 
-class ReadJob : public PageJob {
+class ReadJob final : public PageJob {
  public:
   ReadJob(const PageRequest& request, std::vector<PageDescriptor> descriptors)
       : pages_(request.pages),
@@ -47,61 +47,11 @@ class ReadJob : public PageJob {
         request_id_(request.header.request_id),
         charge_(request.charge),
         verify_((request.header.flags & kServerSums) != 0 ? Verify::kYes : Verify::kNo),
+        is_inline_((request.header.flags & kInline) != 0),
+        is_mapped_(request.shares_memory),
         descriptors_(std::move(descriptors)),
         transfer_(request.pages.transfers(), plane_of(request), TransferDirection::kRead) {}
 
- protected:
-  /// Reads the next page, which is counted whether it is there or not. `checked` grows by the bytes
-  /// that were read for its checksum.
-  [[nodiscard]] PinnedPage read(std::uint64_t& checked) {
-    transfer_.page();
-    PinnedPage page = pages_.read(tenant_, handle_of(descriptors_[next_]), verify_);
-    if (verify_ == Verify::kYes) checked += page.bytes().size();
-    return page;
-  }
-  [[nodiscard]] bool at_end() const { return next_ == descriptors_.size(); }
-  [[nodiscard]] std::uint32_t more() const { return at_end() ? 0U : kMore; }
-
-  PageStore& pages_;
-  const Tenant& tenant_;
-  const std::uint64_t request_id_;
-  const std::shared_ptr<void> charge_;
-  const Verify verify_;
-  const std::vector<PageDescriptor> descriptors_;
-  Transfer transfer_;
-  std::size_t next_ = 0;
-};
-
-/// For clients that read the arena.
-class LocateJob final : public ReadJob {
- public:
-  LocateJob(const PageRequest& request, std::vector<PageDescriptor> descriptors)
-      : ReadJob(request, std::move(descriptors)), is_mapped_(request.shares_memory) {}
-  bool step(DataConnection& connection) override {
-    std::vector<PageOutcome> outcomes;
-    std::uint64_t checked = 0;
-    for (; !at_end() && outcomes.size() < kLookUpsPerStep && checked < kBytesPerStep; ++next_) {
-      outcomes.push_back(outcome_of([&] {
-        const PinnedPage page = read(checked);
-        if (is_mapped_) transfer_.moved(page.bytes().size());
-        return PageOutcome{.crc = page.crc(),
-                           .slot = page.slot(),
-                           .generation = page.generation(),
-                           .bytes = page.bytes().size()};
-      }));
-    }
-    connection.send(make_outgoing(FrameType::kPages, more(), request_id_,
-                                  encode(std::span(std::as_const(outcomes))), {}, charge_));
-    return at_end();
-  }
-
- private:
-  const bool is_mapped_;
-};
-
-class InlineReadJob final : public ReadJob {
- public:
-  using ReadJob::ReadJob;
   bool step(DataConnection& connection) override {
     using Kept = std::pair<std::vector<PinnedPage>, std::shared_ptr<void>>;
     const auto kept = std::make_shared<Kept>(std::vector<PinnedPage>(), charge_);
@@ -112,18 +62,25 @@ class InlineReadJob final : public ReadJob {
       return bytes < kBytesPerStep && checked < kBytesPerStep && payload.size() < kPagesPerFrame &&
              outcomes.size() < kLookUpsPerStep;
     };
-    for (; !at_end() && has_room(); ++next_) {
+    for (; next_ < descriptors_.size() && has_room(); ++next_) {
       const PageDescriptor& wanted = descriptors_[next_];
       outcomes.push_back(outcome_of([&] {
-        PinnedPage page = read(checked);
+        transfer_.page();  // whether it is there or not
+        PinnedPage page = pages_.read(tenant_, handle_of(wanted), verify_);
+        if (verify_ == Verify::kYes) checked += page.bytes().size();
+        PageOutcome outcome{.crc = page.crc(),
+                            .slot = page.slot(),
+                            .generation = page.generation(),
+                            .bytes = page.bytes().size()};
+        if (!is_inline_) {
+          if (is_mapped_) transfer_.moved(outcome.bytes);
+          return outcome;
+        }
         if (!lies_within({wanted.offset, wanted.bytes}, page.bytes().size())) {
           throw ServiceError::invalid("bytes", "a range of the page", std::to_string(wanted.bytes));
         }
-        const PageOutcome outcome{.crc = page.crc(),
-                                  .slot = page.slot(),
-                                  .generation = page.generation(),
-                                  .offset = bytes,
-                                  .bytes = wanted.bytes};
+        outcome.offset = bytes;
+        outcome.bytes = wanted.bytes;
         const std::span<const std::byte> range = page.bytes().subspan(wanted.offset, wanted.bytes);
         if (!range.empty()) {
           payload.push_back({const_cast<std::byte*>(range.data()), range.size()});
@@ -134,11 +91,24 @@ class InlineReadJob final : public ReadJob {
         return outcome;
       }));
     }
-    connection.send(make_outgoing(FrameType::kPages, kInline | more(), request_id_,
-                                  encode(std::span(std::as_const(outcomes))), std::move(payload),
-                                  kept));
-    return at_end();
+    const bool ends = next_ == descriptors_.size();
+    connection.send(make_outgoing(
+        FrameType::kPages, (is_inline_ ? kInline : 0U) | (ends ? 0U : kMore), request_id_,
+        encode(std::span(std::as_const(outcomes))), std::move(payload), kept));
+    return ends;
   }
+
+ private:
+  PageStore& pages_;
+  const Tenant& tenant_;
+  const std::uint64_t request_id_;
+  const std::shared_ptr<void> charge_;
+  const Verify verify_;
+  const bool is_inline_;
+  const bool is_mapped_;  ///< The client can read the arena.
+  const std::vector<PageDescriptor> descriptors_;
+  Transfer transfer_;
+  std::size_t next_ = 0;
 };
 
 class WriteJob final : public PageJob {
@@ -229,10 +199,7 @@ std::size_t pages_of_step(std::span<const PageDescriptor> pages, std::uint64_t s
 
 std::unique_ptr<PageJob> make_read_job(const PageRequest& request,
                                        std::vector<PageDescriptor> descriptors) {
-  if ((request.header.flags & kInline) != 0) {
-    return std::make_unique<InlineReadJob>(request, std::move(descriptors));
-  }
-  return std::make_unique<LocateJob>(request, std::move(descriptors));
+  return std::make_unique<ReadJob>(request, std::move(descriptors));
 }
 
 std::unique_ptr<PageJob> make_write_job(const PageRequest& request, WriteBody body,
