@@ -1,6 +1,12 @@
 #include "services/metrics/rpc_metrics.h"
 
 #include "kvtier/stats.h"
+#include "kvtier/v1/admin.pb.h"
+#include "kvtier/v1/transfer.pb.h"
+
+#include "services/wire/rpc.h"
+
+#include <google/protobuf/descriptor.h>
 
 #include <algorithm>
 #include <prometheus/counter.h>
@@ -22,22 +28,10 @@ constexpr std::array<const char*, RpcMetrics::kNumCodes> kCodeNames = {
     "DATA_LOSS", "UNAUTHENTICATED"};
 constexpr std::size_t kUnknown = 2;
 
-/// Buckets of whole calls are powers of a hundred, as there are many methods; of operations finer.
-const std::vector<double>& call_buckets() {
-  static const std::vector<double> buckets = {1e-3, 1e-1, 10};
-  return buckets;
-}
-
-/// Buckets of waits are powers of ten.
-const std::vector<double>& queue_buckets() {
-  static const std::vector<double> buckets = {1e-4, 1e-3, 1e-2, 1e-1, 1};
-  return buckets;
-}
-
-/// Control, or rows of keys and values.
-const std::vector<double>& message_buckets() {
-  static const std::vector<double> buckets = {65536};
-  return buckets;
+std::array<const google::protobuf::FileDescriptor*, 5> service_files() {
+  return {v1::CreateSessionRequest::descriptor()->file(), v1::AppendRequest::descriptor()->file(),
+          v1::GetStatsRequest::descriptor()->file(), v1::OpenLeaseRequest::descriptor()->file(),
+          v1::ReadPagesRequest::descriptor()->file()};
 }
 
 double seconds(std::chrono::nanoseconds duration) {
@@ -57,39 +51,54 @@ const std::vector<double>& duration_buckets() {
   return buckets;
 }
 
-RpcMetrics::RpcMetrics(prometheus::Registry& registry, const std::vector<std::string>& methods,
-                       const std::vector<std::string>& operations) {
+std::vector<std::string> rpc_methods() {
+  std::vector<std::string> names;
+  for (const auto* file : service_files()) {
+    for (int s = 0; s < file->service_count(); ++s) {
+      const auto* service = file->service(s);
+      for (int m = 0; m < service->method_count(); ++m) {
+        names.push_back(service->name() + "/" + service->method(m)->name());
+      }
+    }
+  }
+  return names;
+}
+
+std::vector<std::string> operation_methods() {
+  std::vector<std::string> names;
+  const auto add = [&names](auto rpc) {
+    names.emplace_back(rpc_name<typename decltype(rpc)::Request>());
+  };
+  each_rpc<SessionRpcs>(add);
+  each_rpc<AttentionRpcs>(add);
+  add(Rpc<v1::AppendRequest, v1::AppendResponse>());
+  add(Rpc<v1::DecodeRequest, v1::DecodeResponse>());
+  return names;
+}
+
+RpcMetrics::RpcMetrics(prometheus::Registry& registry) {
   using prometheus::BuildCounter;
   using prometheus::BuildGauge;
   using prometheus::BuildHistogram;
-  auto& started = BuildCounter()
-                      .Name("kvtier_rpc_started_total")
-                      .Help("Calls that arrived; a stream is one.")
-                      .Register(registry);
-  auto& finished = BuildCounter()
-                       .Name("kvtier_rpc_requests_total")
-                       .Help("Calls that ended, by status code.")
-                       .Register(registry);
-  auto& inflight = BuildGauge()
-                       .Name("kvtier_rpc_inflight")
-                       .Help("Calls that have started and not ended.")
-                       .Register(registry);
-  auto& duration = BuildHistogram()
-                       .Name("kvtier_rpc_duration_seconds")
-                       .Help("From the arrival of a call to its status; streams included.")
-                       .Register(registry);
-  auto& operation = BuildHistogram()
-                        .Name("kvtier_operation_seconds")
-                        .Help("Time of a call, a message of a stream or an item of a batch.")
-                        .Register(registry);
-  auto& queued = BuildHistogram()
-                     .Name("kvtier_rpc_queue_seconds")
-                     .Help("Time that an operation waited before it ran.")
-                     .Register(registry);
-  auto& bytes = BuildHistogram()
-                    .Name("kvtier_rpc_message_bytes")
-                    .Help("Size of messages.")
-                    .Register(registry);
+  auto& started = register_family(BuildCounter(), registry, "kvtier_rpc_started_total",
+                                  "Calls that arrived; a stream is one.");
+  auto& finished = register_family(BuildCounter(), registry, "kvtier_rpc_requests_total",
+                                   "Calls that ended, by status code.");
+  auto& inflight = register_family(BuildGauge(), registry, "kvtier_rpc_inflight",
+                                   "Calls that have started and not ended.");
+  auto& duration = register_family(BuildHistogram(), registry, "kvtier_rpc_duration_seconds",
+                                   "From the arrival of a call to its status; streams included.");
+  auto& operation = register_family(BuildHistogram(), registry, "kvtier_operation_seconds",
+                                    "Time of a call, a message of a stream or an item of a batch.");
+  auto& queued = register_family(BuildHistogram(), registry, "kvtier_rpc_queue_seconds",
+                                 "Time that an operation waited before it ran.");
+  auto& bytes =
+      register_family(BuildHistogram(), registry, "kvtier_rpc_message_bytes", "Size of messages.");
+  // Whole calls: powers of a hundred, as there are many methods. Waits: powers of ten. Messages:
+  // control, or rows of keys and values.
+  const std::vector<double> call_buckets{1e-3, 1e-1, 10}, queue_buckets{1e-4, 1e-3, 1e-2, 1e-1, 1},
+      message_buckets{65536};
+  const std::vector<std::string> operations = operation_methods();
   const auto add = [&](const std::string& name) {
     Method method{};
     const prometheus::Labels labels{{"method", name}};
@@ -98,18 +107,18 @@ RpcMetrics::RpcMetrics(prometheus::Registry& registry, const std::vector<std::st
       method.finished[code] = &finished.Add({{"method", name}, {"code", kCodeNames[code]}});
     }
     method.inflight = &inflight.Add(labels);
-    method.duration = &duration.Add(labels, call_buckets());
+    method.duration = &duration.Add(labels, call_buckets);
     if (std::find(operations.begin(), operations.end(), name) != operations.end()) {
       method.operation = &operation.Add(labels, duration_buckets());
-      method.queued = &queued.Add(labels, queue_buckets());
+      method.queued = &queued.Add(labels, queue_buckets);
     }
     if (!name.starts_with(kOperators)) {
-      method.bytes = {&bytes.Add({{"method", name}, {"direction", "received"}}, message_buckets()),
-                      &bytes.Add({{"method", name}, {"direction", "sent"}}, message_buckets())};
+      method.bytes = {&bytes.Add({{"method", name}, {"direction", "received"}}, message_buckets),
+                      &bytes.Add({{"method", name}, {"direction", "sent"}}, message_buckets)};
     }
     methods_.emplace(name, method);
   };
-  for (const std::string& name : methods) add(name);
+  for (const std::string& name : rpc_methods()) add(name);
   add(kOther);
 }
 

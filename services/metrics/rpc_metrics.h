@@ -19,14 +19,24 @@ enum class Direction : std::uint8_t { kReceived, kSent };
 /// Buckets of the durations of operations, in seconds: the bounds of LatencyHistogram.
 [[nodiscard]] const std::vector<double>& duration_buckets();
 
+/// Returns the methods of kvtier.v1, as "Service/Method".
+[[nodiscard]] std::vector<std::string> rpc_methods();
+/// Returns those whose messages or items are operations of a core.
+[[nodiscard]] std::vector<std::string> operation_methods();
+
+/// Registers a family of series, of prometheus-cpp's `BuildCounter()` and the like.
+template <typename Builder>
+[[nodiscard]] auto& register_family(Builder builder, prometheus::Registry& registry,
+                                    const char* name, const char* help) {
+  return builder.Name(name).Help(help).Register(registry);
+}
+
 /// Series of the calls, by method; all of them are there, at 0, from the start. A call of a method
 /// that was not named counts as "other". Thread-safe.
 class RpcMetrics {
  public:
-  /// `methods` are "Service/Method"; `operations` are those of them whose messages or items are
-  /// operations of a core. The registry must outlive this.
-  RpcMetrics(prometheus::Registry& registry, const std::vector<std::string>& methods,
-             const std::vector<std::string>& operations);
+  /// The registry must outlive this.
+  explicit RpcMetrics(prometheus::Registry& registry);
 
   struct Method;
   /// Returns the series of a method; valid as long as this.

@@ -43,35 +43,31 @@ std::string_view rejection_of(std::string_view reason) {
   return it == reasons.end() ? std::string_view() : it->second;
 }
 
-ServerMetrics::ServerMetrics(const std::vector<std::string>& methods,
-                             const std::vector<std::string>& operations,
-                             const std::vector<std::string>& tenants)
-    : registry_(prometheus::Registry::InsertBehavior::Throw), rpc_(registry_, methods, operations) {
-  auto& by_reason = prometheus::BuildCounter()
-                        .Name("kvtier_admission_rejected_total")
-                        .Help("Operations that were refused to keep the server within its bounds.")
-                        .Register(registry_);
+ServerMetrics::ServerMetrics(const std::vector<TenantConfig>& tenants)
+    : registry_(prometheus::Registry::InsertBehavior::Throw), rpc_(registry_) {
+  auto& by_reason =
+      register_family(prometheus::BuildCounter(), registry_, "kvtier_admission_rejected_total",
+                      "Operations that were refused to keep the server within its bounds.");
   for (const char* reason : kRejections) {
     rejected_by_reason_[reason] = &by_reason.Add({{"reason", reason}});
   }
-  auto& by_tenant = prometheus::BuildCounter()
-                        .Name("kvtier_tenant_rejected_total")
-                        .Help("Operations of a tenant that were refused, for the same reasons.")
-                        .Register(registry_);
-  for (std::size_t i = 0; i < std::min(tenants.size(), kMaxTenantSeries); ++i) {
-    rejected_by_tenant_.push_back(&by_tenant.Add({{"tenant", tenants[i]}}));
+  auto& by_tenant =
+      register_family(prometheus::BuildCounter(), registry_, "kvtier_tenant_rejected_total",
+                      "Operations of a tenant that were refused, for the same reasons.");
+  const std::string default_tenant = "default";
+  for (std::size_t i = 0; i < std::clamp<std::size_t>(tenants.size(), 1, kMaxTenantSeries); ++i) {
+    const std::string& name = tenants.empty() ? default_tenant : tenants[i].name;
+    rejected_by_tenant_.push_back(&by_tenant.Add({{"tenant", name}}));
   }
   rejected_by_tenant_.push_back(&by_tenant.Add({{"tenant", kOtherTenants}}));
-  lease_remaining_ = &prometheus::BuildHistogram()
-                          .Name("kvtier_lease_remaining_seconds")
-                          .Help("How long a lease would have lasted when it was renewed.")
-                          .Register(registry_)
-                          .Add({}, std::vector<double>{0, 1, 2, 5, 10, 20, 40, 60, 120, 300, 600});
-  device_errors_ = &prometheus::BuildCounter()
-                        .Name("kvtier_device_errors_total")
-                        .Help("Engines that failed by a fault of their device.")
-                        .Register(registry_)
-                        .Add({});
+  lease_remaining_ =
+      &register_family(prometheus::BuildHistogram(), registry_, "kvtier_lease_remaining_seconds",
+                       "How long a lease would have lasted when it was renewed.")
+           .Add({}, std::vector<double>{0, 1, 2, 5, 10, 20, 40, 60, 120, 300, 600});
+  device_errors_ =
+      &register_family(prometheus::BuildCounter(), registry_, "kvtier_device_errors_total",
+                       "Engines that failed by a fault of their device.")
+           .Add({});
 }
 
 void ServerMetrics::finished(const Operation& operation) noexcept {

@@ -26,9 +26,8 @@ class ServerMetrics final : public ServiceCoreObserver {
   /// Adds what it knows. Must not throw.
   using Source = std::function<void(Families&)>;
 
-  /// `methods` and `operations` are as of `RpcMetrics`; `tenants` in the order of their indices.
-  ServerMetrics(const std::vector<std::string>& methods, const std::vector<std::string>& operations,
-                const std::vector<std::string>& tenants);
+  /// Of a core with these tenants; without any, with the one for all.
+  explicit ServerMetrics(const std::vector<TenantConfig>& tenants);
 
   void add_source(Source source) { sources_.push_back(std::move(source)); }
   [[nodiscard]] RpcMetrics& rpc() noexcept { return rpc_; }

@@ -1,14 +1,8 @@
 #include "services/metrics/state_metrics.h"
 
-#include "kvtier/v1/transfer.pb.h"
-
 #include "services/metrics/rpc_metrics.h"
 #include "services/metrics/server_metrics.h"
-#include "services/wire/rpc.h"
 
-#include <google/protobuf/descriptor.h>
-
-#include <array>
 #include <cstddef>
 #include <dirent.h>
 #include <fstream>
@@ -25,12 +19,6 @@ namespace {
 constexpr const char* kCapacity = "Bytes that a tier has.";
 constexpr const char* kUsed = "Bytes of a tier that are in use.";
 constexpr const char* kPages = "Page frames, by state.";
-
-std::array<const google::protobuf::FileDescriptor*, 5> service_files() {
-  return {v1::CreateSessionRequest::descriptor()->file(), v1::AppendRequest::descriptor()->file(),
-          v1::GetStatsRequest::descriptor()->file(), v1::OpenLeaseRequest::descriptor()->file(),
-          v1::ReadPagesRequest::descriptor()->file()};
-}
 
 void add_sessions(const v1::ServiceStats& stats, std::size_t live, Families& families) {
   families.gauge("kvtier_sessions", "Sessions that live.", live);
@@ -315,38 +303,6 @@ double open_descriptors() {
 }
 
 }  // namespace
-
-std::vector<std::string> rpc_methods() {
-  std::vector<std::string> names;
-  for (const auto* file : service_files()) {
-    for (int s = 0; s < file->service_count(); ++s) {
-      const auto* service = file->service(s);
-      for (int m = 0; m < service->method_count(); ++m) {
-        names.push_back(service->name() + "/" + service->method(m)->name());
-      }
-    }
-  }
-  return names;
-}
-
-std::vector<std::string> operation_methods() {
-  std::vector<std::string> names;
-  const auto add = [&names](auto rpc) {
-    names.emplace_back(rpc_name<typename decltype(rpc)::Request>());
-  };
-  each_rpc<SessionRpcs>(add);
-  each_rpc<AttentionRpcs>(add);
-  add(Rpc<v1::AppendRequest, v1::AppendResponse>());
-  add(Rpc<v1::DecodeRequest, v1::DecodeResponse>());
-  return names;
-}
-
-std::unique_ptr<ServerMetrics> make_metrics(const std::vector<TenantConfig>& tenants) {
-  std::vector<std::string> names;
-  for (const TenantConfig& tenant : tenants) names.push_back(tenant.name);
-  if (names.empty()) names.emplace_back("default");
-  return std::make_unique<ServerMetrics>(rpc_methods(), operation_methods(), names);
-}
 
 void add_core_metrics(const ServiceCore& core, Families& families) {
   v1::GetStatsResponse stats;

@@ -5,21 +5,7 @@
 #include "services/dataplane/data_plane.h"
 #include "services/metrics/families.h"
 
-#include <memory>
-#include <string>
-#include <vector>
-
 namespace kvtier::services {
-
-class ServerMetrics;
-
-/// Returns the methods of kvtier.v1, as "Service/Method".
-[[nodiscard]] std::vector<std::string> rpc_methods();
-/// Returns those whose messages are operations of a core.
-[[nodiscard]] std::vector<std::string> operation_methods();
-
-/// Makes the metrics of a core with these tenants; without any, of the one for all.
-[[nodiscard]] std::unique_ptr<ServerMetrics> make_metrics(const std::vector<TenantConfig>& tenants);
 
 /// Adds the state of a core: sessions, tenants, admission, engines and their memory.
 void add_core_metrics(const ServiceCore& core, Families& families);

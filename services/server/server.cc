@@ -126,7 +126,7 @@ void check_addresses(const ServerOptions& options) {
 class Server::Impl {
  public:
   explicit Impl(ServerOptions options)
-      : metrics_(make_metrics(options.core.tenants)),
+      : metrics_(std::make_unique<ServerMetrics>(options.core.tenants)),
         options_(observed(std::move(options), *metrics_)),
         streams_(options_.core.now),
         pool_(make_thread_pool(num_threads(options_.threads))),

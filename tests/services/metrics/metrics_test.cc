@@ -27,7 +27,7 @@ using ::testing::SizeIs;
 class MetricsTest : public testing::CoreTest {
  protected:
   void start(ServiceCoreOptions options = testing::small_options()) {
-    metrics_ = make_metrics(options.tenants);
+    metrics_ = std::make_unique<ServerMetrics>(options.tenants);
     options.observers = {metrics_.get()};
     make_core(std::move(options));
     metrics_->add_source([this](Families& families) { add_core_metrics(*core_, families); });
@@ -382,9 +382,9 @@ TEST_F(MetricsTest, OperatorsMessagesAreNotMeasured) {
 }
 
 TEST(RpcMetrics, CallsThatStartedAreThoseThatFinishedAndThoseInFlight) {
-  ServerMetrics metrics({"A/B", "A/C"}, {"A/B"}, {"default"});
+  ServerMetrics metrics({});
   RpcMetrics& rpc = metrics.rpc();
-  RpcMetrics::Method& method = rpc.find("A/B");
+  RpcMetrics::Method& method = rpc.find("SessionService/GetSession");
   for (int i = 0; i < 5; ++i) RpcMetrics::started(method);
   RpcMetrics::finished(method, 0, std::chrono::milliseconds(1));
   RpcMetrics::finished(method, 14, std::chrono::milliseconds(2));
@@ -394,20 +394,23 @@ TEST(RpcMetrics, CallsThatStartedAreThoseThatFinishedAndThoseInFlight) {
 
   const MetricsReading seen = read_exposition(metrics.text());
 
-  const MetricsReading::LabelSet b{{"method", "A/B"}};
+  const MetricsReading::LabelSet b{{"method", "SessionService/GetSession"}};
   EXPECT_EQ(seen.sum("kvtier_rpc_started_total", b), 5);
   EXPECT_EQ(seen.sum("kvtier_rpc_requests_total", b), 3);
   EXPECT_EQ(seen.sum("kvtier_rpc_inflight", b), 2);
-  EXPECT_EQ(seen.sum("kvtier_rpc_requests_total", {{"method", "A/B"}, {"code", "UNKNOWN"}}), 1);
+  EXPECT_EQ(seen.sum("kvtier_rpc_requests_total",
+                     {{"method", "SessionService/GetSession"}, {"code", "UNKNOWN"}}),
+            1);
   EXPECT_EQ(seen.sum("kvtier_rpc_started_total", {{"method", "other"}}), 1);
-  EXPECT_EQ(seen.sum("kvtier_rpc_started_total", {{"method", "A/C"}}), 0);
-  EXPECT_EQ(seen.sum("kvtier_rpc_message_bytes_sum", {{"method", "A/B"}, {"direction", "sent"}}),
+  EXPECT_EQ(seen.sum("kvtier_rpc_started_total", {{"method", "SessionService/ForkSession"}}), 0);
+  EXPECT_EQ(seen.sum("kvtier_rpc_message_bytes_sum",
+                     {{"method", "SessionService/GetSession"}, {"direction", "sent"}}),
             5000);
   EXPECT_EQ(seen.sum("kvtier_rpc_message_bytes_count", {{"direction", "received"}}), 0);
 }
 
 TEST(ProcessStats, AreOfThisProcess) {
-  ServerMetrics metrics({}, {}, {});
+  ServerMetrics metrics({});
   const MetricsReading seen = read_exposition(metrics.text());
   EXPECT_GT(seen.sum("process_resident_memory_bytes"), 1e6);
   EXPECT_GE(seen.sum("process_virtual_memory_bytes"), seen.sum("process_resident_memory_bytes"));
