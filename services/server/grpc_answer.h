@@ -2,7 +2,6 @@
 
 #include "services/server/grpc_call.h"
 #include "services/server/grpc_stream.h"
-#include "services/server/unary_call.h"
 
 #include <grpcpp/support/server_callback.h>
 
@@ -31,7 +30,7 @@ template <typename Request, typename Response, typename Start>
 grpc::ServerUnaryReactor* unary(ServiceCore& core, StreamRegistry& registry,
                                 grpc::CallbackServerContext& context, const Request* /*request*/,
                                 const Response* response, Start start) {
-  auto* reactor = new UnaryCall(registry.unwritten(), context);
+  auto* reactor = new UnaryCall(registry, context);
   Call admitted;
   const auto failure = failure_of_call<Request>(core, context, [&](Call& call) {
     call.reservation = core.admit(*call.tenant, 0);
@@ -39,14 +38,14 @@ grpc::ServerUnaryReactor* unary(ServiceCore& core, StreamRegistry& registry,
     admitted = call;
   });
   if (failure) {
-    reactor->answer(to_status(*failure), 0, registry.now());
+    reactor->answer(to_status(*failure), 0);
     return reactor;
   }
-  start(admitted, [reactor, response, &registry](const ServiceError* error) {
+  start(admitted, [reactor, response](const ServiceError* error) {
     if (error == nullptr) {
-      reactor->answer(grpc::Status::OK, response->ByteSizeLong(), registry.now());
+      reactor->answer(grpc::Status::OK, response->ByteSizeLong());
     } else {
-      reactor->answer(to_status(*error), 0, registry.now());
+      reactor->answer(to_status(*error), 0);
     }
   });
   return reactor;

@@ -76,28 +76,25 @@ void add_alternating(RpcService& service, ServiceCore& core, StreamRegistry& reg
   });
 }
 
-std::unique_ptr<grpc::Service> make_session_service(ServiceCore& core, StreamRegistry& registry) {
-  auto service = std::make_unique<RpcService>();
-  add_core_calls<SessionRpcs>(*service, core, registry);
-  service->add_unary<Rpc<v1::ListSessionsRequest, v1::ListSessionsResponse>>(
+void add_session_service(RpcService& services, ServiceCore& core, StreamRegistry& registry) {
+  add_core_calls<SessionRpcs>(services, core, registry);
+  services.add_unary<Rpc<v1::ListSessionsRequest, v1::ListSessionsResponse>>(
       [&](CallbackServerContext* context, const auto* request, auto* response) {
         return unary_now(core, registry, *context, request, response,
                          [&](const Call& call) { core.list_sessions(call, *request, *response); });
       });
   add_alternating<Rpc<v1::KeepAliveRequest, v1::KeepAliveResponse>>(
-      *service, core, registry, [&core](const Call& call) {
+      services, core, registry, [&core](const Call& call) {
         return [&core, call](const auto& request, auto& response, const Done& done) {
           const auto failure = failure_of([&] { core.keep_alive(call, request, response); });
           done(failure ? &*failure : nullptr);
         };
       });
-  return service;
 }
 
-std::unique_ptr<grpc::Service> make_attention_service(ServiceCore& core, StreamRegistry& registry) {
-  auto service = std::make_unique<RpcService>();
-  add_core_calls<AttentionRpcs>(*service, core, registry);
-  service->add_reading<v1::AppendRequest, v1::AppendRequest, v1::AppendResponse>(
+void add_attention_service(RpcService& services, ServiceCore& core, StreamRegistry& registry) {
+  add_core_calls<AttentionRpcs>(services, core, registry);
+  services.add_reading<v1::AppendRequest, v1::AppendRequest, v1::AppendResponse>(
       [&](CallbackServerContext* context, v1::AppendResponse* response) {
         using Reactor = grpc::ServerReadReactor<v1::AppendRequest>;
         return stream<v1::AppendRequest, Reactor>(
@@ -111,55 +108,18 @@ std::unique_ptr<grpc::Service> make_attention_service(ServiceCore& core, StreamR
             });
       });
   add_alternating<Rpc<v1::DecodeRequest, v1::DecodeResponse>>(
-      *service, core, registry, [&core](const Call& call) {
+      services, core, registry, [&core](const Call& call) {
         return [&core, call, session = StreamSession()](const auto& request, auto& response,
                                                         const Done& done) mutable {
           run_message(core, call, session, request, response, done);
         };
       });
-  return service;
 }
 
-std::unique_ptr<grpc::Service> make_page_service(ServiceCore& core, StreamRegistry& registry) {
-  auto service = std::make_unique<RpcService>();
-  add_core_calls<PageRpcs>(*service, core, registry);
-  return service;
-}
-
-/// Nothing: no level.
-std::optional<LogLevel> log_level_of(v1::LogLevel level) {
-  if (level == v1::LOG_LEVEL_OFF) return std::nullopt;
-  if (const auto known = enum_of<LogLevel>(level)) return known;
-  throw ServiceError::invalid("level", "a level of LogLevel", std::to_string(level));
-}
-
-/// Adds a call of operators, which `work(request, response)` answers on the spot, or throws.
-template <typename Request, typename Response, typename Work>
-void add_answer(RpcService& service, Work work) {
-  service.add_unary<Rpc<Request, Response>>(
-      [work](CallbackServerContext* context, const Request* request, Response* response) {
-        return answer(*context, [&] { work(*request, *response); });
-      });
-}
-
-}  // namespace
-
-std::vector<std::unique_ptr<grpc::Service>> make_client_services(ServiceCore& core,
-                                                                 StreamRegistry& registry) {
-  std::vector<std::unique_ptr<grpc::Service>> services;
-  services.push_back(make_session_service(core, registry));
-  services.push_back(make_attention_service(core, registry));
-  services.push_back(make_page_service(core, registry));
-  services.push_back(make_transfer_service(core, registry));
-  return services;
-}
-
-std::unique_ptr<grpc::Service> make_shared_memory_service(ServiceCore& core,
-                                                          StreamRegistry& registry,
-                                                          DataPlane& plane) {
-  auto service = std::make_unique<RpcService>();
+void add_shared_memory_service(RpcService& services, ServiceCore& core, StreamRegistry& registry,
+                               DataPlane& plane) {
   const auto add = [&](auto rpc, auto work) {
-    service->add_unary<decltype(rpc)>([&core, &registry, work](CallbackServerContext* context,
+    services.add_unary<decltype(rpc)>([&core, &registry, work](CallbackServerContext* context,
                                                                const auto* request,
                                                                auto* response) {
       return unary_now(core, registry, *context, request, response,
@@ -184,12 +144,40 @@ std::unique_ptr<grpc::Service> make_shared_memory_service(ServiceCore& core,
         core.check_serving();
         plane.share_device_memory(tenant, request, response);
       });
-  return service;
 }
 
-std::vector<std::unique_ptr<grpc::Service>> make_admin_services(ServiceCore& core,
-                                                                const ServerMetrics& metrics,
-                                                                AdminActions actions) {
+/// Nothing: no level.
+std::optional<LogLevel> log_level_of(v1::LogLevel level) {
+  if (level == v1::LOG_LEVEL_OFF) return std::nullopt;
+  if (const auto known = enum_of<LogLevel>(level)) return known;
+  throw ServiceError::invalid("level", "a level of LogLevel", std::to_string(level));
+}
+
+/// Adds a call of operators, which `work(request, response)` answers on the spot, or throws.
+template <typename Request, typename Response, typename Work>
+void add_answer(RpcService& service, Work work) {
+  service.add_unary<Rpc<Request, Response>>(
+      [work](CallbackServerContext* context, const Request* request, Response* response) {
+        return answer(*context, [&] { work(*request, *response); });
+      });
+}
+
+}  // namespace
+
+std::unique_ptr<grpc::Service> make_client_services(ServiceCore& core, StreamRegistry& registry,
+                                                    DataPlane* plane) {
+  auto services = std::make_unique<RpcService>();
+  add_session_service(*services, core, registry);
+  add_attention_service(*services, core, registry);
+  add_core_calls<PageRpcs>(*services, core, registry);
+  add_transfer_service(*services, core, registry);
+  if (plane != nullptr) add_shared_memory_service(*services, core, registry, *plane);
+  return services;
+}
+
+std::unique_ptr<grpc::Service> make_admin_services(
+    ServiceCore& core, const ServerMetrics& metrics, std::function<void()> drain,
+    std::function<void(std::optional<LogLevel>)> set_log_level) {
   auto service = std::make_unique<RpcService>();
   add_answer<v1::GetServerInfoRequest, v1::GetServerInfoResponse>(
       *service, [&](const auto& /*request*/, auto& response) { core.get_server_info(response); });
@@ -207,7 +195,8 @@ std::vector<std::unique_ptr<grpc::Service>> make_admin_services(ServiceCore& cor
         }
       });
   add_answer<v1::DrainRequest, v1::DrainResponse>(
-      *service, [drain = actions.drain](const auto& /*request*/, auto& /*response*/) { drain(); });
+      *service,
+      [drain = std::move(drain)](const auto& /*request*/, auto& /*response*/) { drain(); });
   add_answer<v1::ListTenantsRequest, v1::ListTenantsResponse>(
       *service, [&](const auto& request, auto& response) { core.list_tenants(request, response); });
   add_answer<v1::SetTenantQuotaRequest, v1::SetTenantQuotaResponse>(
@@ -216,16 +205,14 @@ std::vector<std::unique_ptr<grpc::Service>> make_admin_services(ServiceCore& cor
   add_answer<v1::EvictTenantRequest, v1::EvictTenantResponse>(
       *service, [&](const auto& request, auto& response) { core.evict_tenant(request, response); });
   add_answer<v1::SetLogLevelRequest, v1::SetLogLevelResponse>(
-      *service, [set = actions.set_log_level](const auto& request, auto& /*response*/) {
+      *service, [set = std::move(set_log_level)](const auto& request, auto& /*response*/) {
         const std::optional<LogLevel> level = log_level_of(request.level());
         if (!set) {
           throw ServiceError(Code::kFailedPrecondition, "NO_LOG", "the server keeps no log");
         }
         set(level);
       });
-  std::vector<std::unique_ptr<grpc::Service>> services;
-  services.push_back(std::move(service));
-  return services;
+  return service;
 }
 
 }  // namespace kvtier::services

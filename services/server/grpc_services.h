@@ -7,7 +7,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <vector>
 
 namespace grpc {
 class Service;
@@ -16,32 +15,24 @@ class Service;
 namespace kvtier::services {
 
 class DataPlane;
+class RpcService;
 class ServerMetrics;
 class StreamRegistry;
 
-/// The services of clients, over `core`. Core and registry must outlive the calls.
-[[nodiscard]] std::vector<std::unique_ptr<grpc::Service>> make_client_services(
-    ServiceCore& core, StreamRegistry& registry);
+/// The services of clients, over `core`, and SharedMemoryService over `plane`, unless that is null.
+/// All must outlive the calls.
+[[nodiscard]] std::unique_ptr<grpc::Service> make_client_services(ServiceCore& core,
+                                                                  StreamRegistry& registry,
+                                                                  DataPlane* plane);
 
-/// TransferService: the bytes of pages, as they stand in messages. Core and registry must outlive
-/// the calls.
-[[nodiscard]] std::unique_ptr<grpc::Service> make_transfer_service(ServiceCore& core,
-                                                                   StreamRegistry& registry);
+/// Adds TransferService: the bytes of pages, as they stand in messages. Core and registry must
+/// outlive the calls.
+void add_transfer_service(RpcService& services, ServiceCore& core, StreamRegistry& registry);
 
-/// SharedMemoryService over a data plane. All three must outlive it.
-[[nodiscard]] std::unique_ptr<grpc::Service> make_shared_memory_service(ServiceCore& core,
-                                                                        StreamRegistry& registry,
-                                                                        DataPlane& plane);
-
-/// What the services of operators ask of the program. Must not block.
-struct AdminActions {
-  std::function<void()> drain;
-  /// Empty where there is no log. Without a level nothing is logged.
-  std::function<void(std::optional<LogLevel>)> set_log_level;
-};
-
-/// The services of operators. Core and metrics must outlive the calls.
-[[nodiscard]] std::vector<std::unique_ptr<grpc::Service>> make_admin_services(
-    ServiceCore& core, const ServerMetrics& metrics, AdminActions actions);
+/// The services of operators. Core and metrics must outlive the calls. `drain` and `set_log_level`
+/// are as of `ServerOptions`.
+[[nodiscard]] std::unique_ptr<grpc::Service> make_admin_services(
+    ServiceCore& core, const ServerMetrics& metrics, std::function<void()> drain,
+    std::function<void(std::optional<LogLevel>)> set_log_level);
 
 }  // namespace kvtier::services

@@ -61,7 +61,6 @@ void StreamRegistry::end_idle(TimePoint since) {
 }
 
 void StreamRegistry::end_unread(TimePoint since) {
-  unwritten_.cancel(since);
   end_where({Code::kResourceExhausted, "SLOW_CLIENT", "the client does not read its reply"},
             [&](const StreamState& state) {
               return !state.is_bulk && state.phase == StreamState::Phase::kWriting &&

@@ -2,7 +2,6 @@
 
 #include "services/base/minimum_rate.h"
 #include "services/server/grpc_call.h"
-#include "services/server/unary_call.h"
 
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
@@ -42,7 +41,6 @@ class StreamRegistry {
   explicit StreamRegistry(std::function<TimePoint()> now) : now_(std::move(now)) {}
 
   [[nodiscard]] TimePoint now() const { return now_(); }
-  [[nodiscard]] UnwrittenReplies& unwritten() noexcept { return unwritten_; }
   void add(const std::shared_ptr<StreamState>& state);
   void remove(const std::shared_ptr<StreamState>& state);
   /// Ends streams that wait for their client, to send or to read, since before `since`.
@@ -65,7 +63,6 @@ class StreamRegistry {
   void end_where(const ServiceError& why, Applies applies);
 
   const std::function<TimePoint()> now_;
-  UnwrittenReplies unwritten_;
   std::atomic<std::uint64_t> ended_idle_{0};
   std::mutex mutex_;  ///< Guards both below.
   std::unordered_set<std::shared_ptr<StreamState>> states_;
@@ -85,6 +82,10 @@ class RegisteredStream : public Reactor {
   }
 
   void OnDone() override {
+    {
+      const std::lock_guard lock(state_->mutex);
+      state_->phase = Phase::kFinished;  // its context is not to be used any more
+    }
     registry_.remove(state_);
     delete this;
   }
@@ -138,6 +139,13 @@ class RegisteredStream : public Reactor {
     if (state->phase == Phase::kFinished) return;
     finish_locked(*state, state->end_status.value_or(status));
   }
+  /// As `finish`, of what was not enlisted: the client is still to read its only reply.
+  void finish_unread(const grpc::Status& status) {
+    state_->phase = Phase::kWriting;
+    state_->active = registry_.now();
+    enlist();
+    this->Finish(status);
+  }
   /// Of a stream whose work is all done: its client has the outcome, even if it was to end.
   void finish_anyhow(const grpc::Status& status) {
     const std::shared_ptr<StreamState> state = state_;  // outlives this object
@@ -153,6 +161,25 @@ class RegisteredStream : public Reactor {
 
   StreamRegistry& registry_;
   std::shared_ptr<StreamState> state_;
+};
+
+/// A unary call. Its reservation lasts until gRPC has written the reply, or given it up.
+class UnaryCall final : public RegisteredStream<grpc::ServerUnaryReactor> {
+ public:
+  using RegisteredStream::RegisteredStream;
+
+  void hold(std::shared_ptr<InflightReservation> reservation) noexcept {
+    reservation_ = std::move(reservation);
+  }
+  /// Answers with a reply of so many bytes.
+  void answer(const grpc::Status& status, std::size_t bytes) {
+    // The message itself, and what gRPC makes of it.
+    if (reservation_) reservation_->cover(2 * static_cast<std::int64_t>(bytes));
+    finish_unread(status);
+  }
+
+ private:
+  std::shared_ptr<InflightReservation> reservation_;
 };
 
 /// What the streams that read share: one request at a time is read, worked on and answered.

@@ -39,14 +39,9 @@ ByteRuns runs_of(const std::vector<grpc::Slice>& slices) {
   return runs;
 }
 
-template <typename Message>
-Message parse(const ByteBuffer& bytes) {
-  std::string text;
-  for (const grpc::Slice& slice : slices_of(bytes)) {
-    text.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
-  }
-  Message message;
-  if (!message.ParseFromString(text)) {
+v1::ReadPagesRequest parse(ByteBuffer bytes) {
+  v1::ReadPagesRequest message;
+  if (!grpc::SerializationTraits<v1::ReadPagesRequest>::Deserialize(&bytes, &message).ok()) {
     throw ServiceError::invalid("message", "a " + message.GetTypeName(), "something else");
   }
   return message;
@@ -78,7 +73,7 @@ grpc::ServerWriteReactor<ByteBuffer>* read_pages(ServiceCore& core, StreamRegist
                                                  const ByteBuffer& request) {
   using Reactor = grpc::ServerWriteReactor<ByteBuffer>;
   return stream<v1::ReadPagesRequest, Reactor>(core, context, [&](const Call& call) -> Reactor* {
-    const auto message = parse<v1::ReadPagesRequest>(request);
+    const v1::ReadPagesRequest message = parse(request);
     check_at_most("handles", message.handles_size(), kMaxBatchPages);
     static_cast<void>(core.lease(call, message.lease()));
     auto reservation = core.admit(*call.tenant, static_cast<std::size_t>(kMaxTransferBytes));
@@ -137,17 +132,15 @@ grpc::ServerReadReactor<ByteBuffer>* write_pages(ServiceCore& core, StreamRegist
 
 }  // namespace
 
-std::unique_ptr<grpc::Service> make_transfer_service(ServiceCore& core, StreamRegistry& registry) {
-  auto service = std::make_unique<RpcService>();
-  service->add_writing<v1::ReadPagesRequest, ByteBuffer, ByteBuffer>(
+void add_transfer_service(RpcService& services, ServiceCore& core, StreamRegistry& registry) {
+  services.add_writing<v1::ReadPagesRequest, ByteBuffer, ByteBuffer>(
       [&](CallbackServerContext* context, const ByteBuffer* request) {
         return read_pages(core, registry, *context, *request);
       });
-  service->add_reading<v1::WritePagesRequest, ByteBuffer, ByteBuffer>(
+  services.add_reading<v1::WritePagesRequest, ByteBuffer, ByteBuffer>(
       [&](CallbackServerContext* context, ByteBuffer* response) {
         return write_pages(core, registry, *context, *response);
       });
-  return service;
 }
 
 }  // namespace kvtier::services

@@ -12,8 +12,9 @@
 
 namespace kvtier::services {
 
-/// A gRPC service made of functions: a method each, named by its request (`rpc_path`). It registers
-/// them as the classes that protoc generates do. `start` returns the reactor of a call.
+/// gRPC services made of functions: a method each, named by its request (`rpc_path`), whatever
+/// service it is of. It registers them as the classes that protoc generates do. `start` returns the
+/// reactor of a call.
 class RpcService final : public grpc::Service {
  public:
   /// `start(context, request, response)`.

@@ -40,8 +40,6 @@
 namespace kvtier::services {
 namespace {
 
-using Services = std::vector<std::unique_ptr<grpc::Service>>;
-
 /// What gRPC may hold itself, of connections and of messages that are on their way: as much as may
 /// be in flight, within these bounds. Beyond, it ends calls and connections.
 constexpr std::int64_t kLeastGrpcMemory = std::int64_t{64} << 20;
@@ -157,7 +155,6 @@ class Server::Impl {
       identity_ = std::make_unique<CurrentIdentity>(std::move(identity));
       credentials_ = make_tls_credentials(*identity_);
     }
-    client_services_ = make_client_services(core_, streams_);
     if (!options_.data.listen.empty()) {
       DataPlaneOptions data = options_.data;
       data.bound = options_.bound;
@@ -170,14 +167,14 @@ class Server::Impl {
       data_plane_ = std::make_unique<DataPlane>(std::move(data),
                                                 identity_ ? identity_->get().first : TlsIdentity{},
                                                 core_, core_.pages());
-      client_services_.push_back(make_shared_memory_service(core_, streams_, *data_plane_));
     }
-    client_server_ = listen(options_.listen, client_services_, false, endpoints_);
+    client_services_ = make_client_services(core_, streams_, data_plane_.get());
+    client_server_ = listen(options_.listen, *client_services_, false, endpoints_);
     if (!options_.admin.empty()) {
-      admin_services_ = make_admin_services(
-          core_, *metrics_, {.drain = options_.on_drain, .set_log_level = options_.set_log_level});
+      admin_services_ =
+          make_admin_services(core_, *metrics_, options_.on_drain, options_.set_log_level);
       std::vector<Endpoint> bound;
-      admin_server_ = listen(options_.admin, admin_services_, true, bound);
+      admin_server_ = listen(options_.admin, *admin_services_, true, bound);
     }
     listener_.start();
     started_ = true;
@@ -196,14 +193,6 @@ class Server::Impl {
   }
   Impl(const Impl&) = delete;  // owns sockets and threads
   Impl& operator=(const Impl&) = delete;
-
-  [[nodiscard]] const std::vector<Endpoint>& endpoints() const noexcept { return endpoints_; }
-  [[nodiscard]] std::optional<Endpoint> metrics_endpoint() const {
-    return http_ ? std::optional(http_->endpoint()) : std::nullopt;
-  }
-  [[nodiscard]] ServiceCore& core() noexcept { return core_; }
-  [[nodiscard]] const ServerMetrics& metrics() const noexcept { return *metrics_; }
-  [[nodiscard]] DataPlane* data_plane() noexcept { return data_plane_.get(); }
 
   void drain(std::chrono::milliseconds grace) {
     const std::lock_guard lock(drain_mutex_);
@@ -256,6 +245,8 @@ class Server::Impl {
   }
 
  private:
+  friend class Server;
+
   static ServerOptions observed(ServerOptions options, ServerMetrics& metrics) {
     options.core.observers.push_back(&metrics);
     return options;
@@ -315,7 +306,7 @@ class Server::Impl {
   }
 
   std::unique_ptr<grpc::Server> listen(const std::vector<Endpoint>& endpoints,
-                                       const Services& services, bool reflection,
+                                       grpc::Service& services, bool reflection,
                                        std::vector<Endpoint>& bound) {
     grpc::ServerBuilder builder;
     set_limits(builder, options_, quota_);
@@ -341,8 +332,8 @@ class Server::Impl {
           },
           true);  // gRPC 1.51 does not close all that arrive
     }
-    for (const auto& service : services) builder.RegisterService(service.get());
-    if (&services == &client_services_) {
+    builder.RegisterService(&services);
+    if (&services == client_services_.get()) {
       for (grpc::Service* service : options_.more_services) builder.RegisterService(service);
     }
     const CalmThreads grpc_threads;
@@ -385,7 +376,7 @@ class Server::Impl {
   std::mutex reload_mutex_;  ///< Held while `identity_` is replaced, here and in the data plane.
   std::atomic<std::uint64_t> reloads_{0}, reloads_refused_{0};
   std::unique_ptr<DataPlane> data_plane_;
-  Services client_services_, admin_services_;
+  std::unique_ptr<grpc::Service> client_services_, admin_services_;
   std::vector<Endpoint> endpoints_;
   std::vector<std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor>> acceptors_;
   Listener listener_;
@@ -401,11 +392,13 @@ Server::Server(ServerOptions options) : impl_(std::make_unique<Impl>(std::move(o
   impl_->start();
 }
 Server::~Server() = default;
-const std::vector<Endpoint>& Server::endpoints() const noexcept { return impl_->endpoints(); }
-std::optional<Endpoint> Server::metrics_endpoint() const { return impl_->metrics_endpoint(); }
-ServiceCore& Server::core() noexcept { return impl_->core(); }
-const ServerMetrics& Server::metrics() const noexcept { return impl_->metrics(); }
-DataPlane* Server::data_plane() noexcept { return impl_->data_plane(); }
+const std::vector<Endpoint>& Server::endpoints() const noexcept { return impl_->endpoints_; }
+std::optional<Endpoint> Server::metrics_endpoint() const {
+  return impl_->http_ ? std::optional(impl_->http_->endpoint()) : std::nullopt;
+}
+ServiceCore& Server::core() noexcept { return impl_->core_; }
+const ServerMetrics& Server::metrics() const noexcept { return *impl_->metrics_; }
+DataPlane* Server::data_plane() noexcept { return impl_->data_plane_.get(); }
 void Server::drain(std::chrono::milliseconds grace) { impl_->drain(grace); }
 void Server::sweep(TimePoint now) { impl_->sweep(now); }
 void Server::reload_tls() { impl_->reload_tls(); }

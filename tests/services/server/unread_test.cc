@@ -1,6 +1,8 @@
 #include "kvtier/v1/attention.grpc.pb.h"
 #include "kvtier/v1/session.grpc.pb.h"
 
+#include "services/metrics/server_metrics.h"
+#include "tests/services/metrics/exposition.h"
 #include "tests/services/server/raw_call.h"
 #include "tests/services/server/server_fixture.h"
 #include "tests/support/eventually.h"
@@ -144,6 +146,9 @@ TEST_F(UnreadTest, RepliesAreGivenUpAtTheEndOfTheCallsTime) {
     server_->sweep(std::chrono::steady_clock::now() + std::chrono::seconds(31));
     return inflight() == 0;
   }));
+  EXPECT_EQ(read_exposition(server_->metrics().text())
+                .sum("kvtier_admission_rejected_total", {{"reason", "slow_consumer"}}),
+            3);
 }
 
 TEST_F(UnreadTest, RepliesAreGivenUpWithTheirClient) {
