@@ -3,8 +3,6 @@
 #include "services/base/service_error.h"
 #include "services/wire/enums.h"
 
-#include <algorithm>
-#include <cctype>
 #include <charconv>
 #include <cmath>
 
@@ -298,18 +296,6 @@ CallOptions::CallOptions(const v1::AttendOptions& message, const RetrievalConfig
   if (given.has_recall()) target.recall = given.recall();
   if (given.has_min_top_k()) target.min_top_k = given.min_top_k();
   if (given.has_noise_share()) target.noise_share = given.noise_share();
-}
-
-void check_request_id(const std::string& text) {
-  if (text.empty()) return;
-  constexpr std::string_view kForm = "xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx";
-  const bool is_uuid = std::ranges::equal(text, kForm, [](unsigned char c, char form) {
-    return form == '-' ? c == '-' : std::isxdigit(c) != 0;
-  });
-  if (!is_uuid) {
-    throw ServiceError::invalid("request_id", "a UUID of 36 characters",
-                                std::to_string(text.size()) + " characters that are none");
-  }
 }
 
 void set_status(const ServiceError& error, v1::ItemStatus& status) {

@@ -82,9 +82,6 @@ struct CallOptions {
   CallOptions& operator=(const CallOptions&) = delete;
 };
 
-/// Throws unless `text` is empty or a UUID.
-void check_request_id(const std::string& text);
-
 /// Fills the status of a batch's item that failed.
 void set_status(const ServiceError& error, v1::ItemStatus& status);
 

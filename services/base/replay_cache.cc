@@ -3,9 +3,9 @@
 #include "services/base/secrets.h"
 #include "services/base/service_error.h"
 
-#include <google/protobuf/message.h>
-
 #include <algorithm>
+#include <cctype>
+#include <new>
 
 namespace kvtier::services {
 
@@ -66,8 +66,29 @@ void ReplayCache::abandon(const std::string& id) {
   entries_.erase(it);
 }
 
+void check_request_id(const std::string& text) {
+  if (text.empty()) return;
+  constexpr std::string_view kForm = "xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx";
+  const bool is_uuid = std::ranges::equal(text, kForm, [](unsigned char c, char form) {
+    return form == '-' ? c == '-' : std::isxdigit(c) != 0;
+  });
+  if (!is_uuid) {
+    throw ServiceError::invalid("request_id", "a UUID of 36 characters",
+                                std::to_string(text.size()) + " characters that are none");
+  }
+}
+
 std::string body_digest(const google::protobuf::Message& request) {
   return sha256(request.GetTypeName() + ' ' + request.SerializeAsString());
+}
+
+void keep_reply(ReplayCache& replies, const std::string& id,
+                const google::protobuf::Message& response) {
+  try {
+    replies.finish(id, response.SerializeAsString());
+  } catch (const std::bad_alloc&) {
+    replies.abandon(id);
+  }
 }
 
 }  // namespace kvtier::services

@@ -1,15 +1,13 @@
 #pragma once
 
+#include <google/protobuf/message.h>
+
 #include <cstddef>
 #include <list>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
-
-namespace google::protobuf {
-class Message;
-}  // namespace google::protobuf
 
 namespace kvtier::services {
 
@@ -44,7 +42,36 @@ class ReplayCache {
   std::size_t bytes_ = 0;          ///< Of replies.
 };
 
+/// Throws unless `text` is empty or a UUID.
+void check_request_id(const std::string& text);
+
 /// Returns what a request_id is bound to.
 [[nodiscard]] std::string body_digest(const google::protobuf::Message& request);
+
+/// Remembers the reply of a request that was executed; without memory for it, a repeated request is
+/// executed again.
+void keep_reply(ReplayCache& replies, const std::string& id,
+                const google::protobuf::Message& response);
+
+/// Runs `work`, which fills `response`, unless a request with this id was executed before: then
+/// `response` is that one's. Without an id it always runs. Throws INVALID_ARGUMENT for an id that
+/// is no UUID, and what `ReplayCache::begin` and `work` throw.
+template <typename Request, typename Response, typename Work>
+void execute_once(ReplayCache& replies, const Request& request, Response& response, Work work) {
+  const std::string& id = request.request_id();
+  check_request_id(id);
+  if (id.empty()) return work();
+  if (const auto reply = replies.begin(id, body_digest(request))) {
+    response.ParseFromString(*reply);
+    return;
+  }
+  try {
+    work();
+  } catch (...) {
+    replies.abandon(id);
+    throw;
+  }
+  keep_reply(replies, id, response);
+}
 
 }  // namespace kvtier::services

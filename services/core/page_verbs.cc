@@ -1,8 +1,8 @@
 #include "services/core/page_verbs.h"
 
 #include "services/base/from_message.h"
+#include "services/base/replay_cache.h"
 #include "services/base/service_error.h"
-#include "services/core/replay_once.h"
 #include "services/page_cache/page_transfer.h"
 #include "services/page_cache/tenant_pages.h"
 #include "services/wire/enums.h"

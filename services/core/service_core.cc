@@ -4,7 +4,7 @@
 #include "kvtier/version.h"
 
 #include "services/base/from_message.h"
-#include "services/core/replay_once.h"
+#include "services/base/replay_cache.h"
 #include "services/core/stats_message.h"
 #include "services/wire/durations.h"
 #include "services/wire/to_message.h"
