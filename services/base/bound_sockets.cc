@@ -23,25 +23,13 @@ constexpr int kBacklog = 512;
               endpoint.text() + ": expected an address to listen on, found: " + why);
 }
 
-/// Sockets are made for this user alone from the start, not opened and then closed to others.
-class PrivateFiles {
- public:
-  PrivateFiles() : before_(::umask(0177)) {}
-  ~PrivateFiles() { ::umask(before_); }
-  PrivateFiles(const PrivateFiles&) = delete;  // restores the mask once
-  PrivateFiles& operator=(const PrivateFiles&) = delete;
-
- private:
-  mode_t before_;
-};
-
 Descriptor listen_unix(const Endpoint& endpoint) {
   Descriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   std::strncpy(address.sun_path, endpoint.path.c_str(), sizeof(address.sun_path) - 1);
-  const PrivateFiles private_files;
-  if (!socket ||
+  // The file that bind makes has this mode: it is for this user alone from the start.
+  if (!socket || ::fchmod(socket.get(), 0600) != 0 ||
       ::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0 ||
       ::listen(socket.get(), kBacklog) != 0) {
     fail(endpoint, std::strerror(errno));
