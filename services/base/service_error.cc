@@ -5,7 +5,7 @@
 #include <google/rpc/error_details.pb.h>
 #include <google/rpc/status.pb.h>
 
-#include <array>
+#include <absl/strings/str_replace.h>
 #include <new>
 
 namespace kvtier::services {
@@ -39,19 +39,12 @@ Code code_of(ErrorCode code) {
 }
 
 /// Names the options of `kvtier serve` where an error of the library names fields of its config.
-std::string with_options(std::string text) {
-  constexpr std::array<std::pair<std::string_view, std::string_view>, 5> kOptions{
-      {{"memory.host_bytes", "--host-memory-mib"},
-       {"memory.device_bytes", "--device-memory-mib"},
-       {"memory.row_cache_bytes", "--row-cache-mib"},
-       {"memory.row_cache_rows", "--row-cache-rows"},
-       {"memory.max_session_tokens", "--max-session-tokens"}}};
-  for (const auto& [field, option] : kOptions) {
-    for (std::size_t at = 0; (at = text.find(field, at)) != std::string::npos;) {
-      text.replace(at, field.size(), option);
-    }
-  }
-  return text;
+std::string with_options(const char* text) {
+  return absl::StrReplaceAll(text, {{"memory.host_bytes", "--host-memory-mib"},
+                                    {"memory.device_bytes", "--device-memory-mib"},
+                                    {"memory.row_cache_bytes", "--row-cache-mib"},
+                                    {"memory.row_cache_rows", "--row-cache-rows"},
+                                    {"memory.max_session_tokens", "--max-session-tokens"}});
 }
 
 ServiceError from_library(const Error& error) {

@@ -21,22 +21,15 @@ constexpr std::uint64_t kNoLimit = std::uint64_t{1} << 60;
 /// Of the limit; below, all of what is used may count.
 constexpr double kNearShare = 0.5;
 
-/// The number in a file; nothing for "max", and without the file.
-std::optional<std::uint64_t> number_in(const fs::path& file) {
+/// The number in a file, or behind `key` in it; nothing for "max", and where there is none.
+std::optional<std::uint64_t> number_in(const fs::path& file, const std::string& key = "") {
   std::ifstream in(file);
+  std::string word;
+  while (!key.empty() && word != key && in >> word) {
+  }
   std::uint64_t number = 0;
   if (!(in >> number)) return std::nullopt;
   return number;
-}
-
-std::uint64_t field_in(const fs::path& file, const std::string& name) {
-  std::ifstream in(file);
-  std::string key;
-  std::uint64_t value = 0;
-  while (in >> key >> value) {
-    if (key == name) return value;
-  }
-  return 0;
 }
 
 std::optional<GroupMemory> memory_of(const fs::path& group, const Names& names) {
@@ -46,7 +39,8 @@ std::optional<GroupMemory> memory_of(const fs::path& group, const Names& names) 
   GroupMemory memory{.used = *used, .limit = *limit};
   // Not asked for in vain: the kernel sums it up over all processors.
   if (static_cast<double>(memory.used) > kNearShare * static_cast<double>(memory.limit)) {
-    memory.used -= std::min(memory.used, field_in(group / "memory.stat", names.cached));
+    memory.used -=
+        std::min(memory.used, number_in(group / "memory.stat", names.cached).value_or(0));
   }
   return memory;
 }

@@ -26,13 +26,6 @@ void add_histogram(const std::string& name, const MetricsReading::LabelSet& labe
   }
 }
 
-bool matches(const MetricsReading::LabelSet& labels, const MetricsReading::LabelSet& wanted) {
-  return std::all_of(wanted.begin(), wanted.end(), [&labels](const auto& entry) {
-    const auto it = labels.find(entry.first);
-    return it != labels.end() && it->second == entry.second;
-  });
-}
-
 }  // namespace
 
 MetricsReading MetricsReading::parse(const std::string& status) {
@@ -63,25 +56,26 @@ void MetricsReading::add(const std::string& name, LabelSet labels, double value)
   samples_[name].push_back({std::move(labels), value});
 }
 
-double MetricsReading::sum(const std::string& name, const LabelSet& labels) const {
+const std::vector<MetricsReading::Sample>& MetricsReading::of(const std::string& name) const {
+  static const std::vector<Sample> none;
   const auto it = samples_.find(name);
+  return it == samples_.end() ? none : it->second;
+}
+
+double MetricsReading::sum(const std::string& name, const LabelSet& labels) const {
   double total = 0;
-  if (it == samples_.end()) return total;
-  for (const Sample& sample : it->second) {
-    if (matches(sample.labels, labels)) total += sample.value;
+  for (const Sample& sample : of(name)) {
+    if (std::ranges::includes(sample.labels, labels)) total += sample.value;
   }
   return total;
 }
 
 std::vector<std::string> MetricsReading::values(const std::string& name,
                                                 const std::string& label) const {
-  const auto it = samples_.find(name);
   std::set<std::string> values;
-  if (it != samples_.end()) {
-    for (const Sample& sample : it->second) {
-      const auto found = sample.labels.find(label);
-      if (found != sample.labels.end()) values.insert(found->second);
-    }
+  for (const Sample& sample : of(name)) {
+    const auto found = sample.labels.find(label);
+    if (found != sample.labels.end()) values.insert(found->second);
   }
   return {values.begin(), values.end()};
 }
@@ -89,11 +83,9 @@ std::vector<std::string> MetricsReading::values(const std::string& name,
 std::map<double, double> MetricsReading::buckets(const std::string& name,
                                                  const LabelSet& labels) const {
   std::map<double, double> counts;
-  const auto it = samples_.find(name + "_bucket");
-  if (it == samples_.end()) return counts;
-  for (const Sample& sample : it->second) {
+  for (const Sample& sample : of(name + "_bucket")) {
     const auto bound = sample.labels.find("le");
-    if (bound == sample.labels.end() || !matches(sample.labels, labels)) continue;
+    if (bound == sample.labels.end() || !std::ranges::includes(sample.labels, labels)) continue;
     counts[std::strtod(bound->second.c_str(), nullptr)] += sample.value;
   }
   return counts;

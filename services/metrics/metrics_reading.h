@@ -38,6 +38,7 @@ class MetricsReading {
                                                double q) const;
 
  private:
+  [[nodiscard]] const std::vector<Sample>& of(const std::string& name) const;
   /// Bounds and cumulative counts.
   [[nodiscard]] std::map<double, double> buckets(const std::string& name,
                                                  const LabelSet& labels) const;

@@ -4,7 +4,7 @@
 #include "services/metrics/server_metrics.h"
 
 #include <cstddef>
-#include <dirent.h>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <sstream>
@@ -284,22 +284,18 @@ std::vector<std::string> stat_fields() {
 /// Seconds since 1970 at which the machine started; 0 when it is not known.
 double boot_time() {
   std::ifstream in("/proc/stat");
-  std::string key;
-  for (std::string line; std::getline(in, line);) {
-    std::istringstream fields(line);
-    double seconds = 0;
-    if (fields >> key && key == "btime" && fields >> seconds) return seconds;
+  std::string word;
+  while (word != "btime" && in >> word) {
   }
-  return 0;
+  double seconds = 0;
+  return in >> seconds ? seconds : 0;
 }
 
 double open_descriptors() {
-  DIR* folder = ::opendir("/proc/self/fd");
-  if (folder == nullptr) return 0;
-  double count = -3;  // ".", ".." and the folder itself
-  while (::readdir(folder) != nullptr) ++count;
-  ::closedir(folder);
-  return count;
+  std::error_code error;
+  const std::filesystem::directory_iterator all("/proc/self/fd", error);
+  if (error) return 0;
+  return static_cast<double>(std::distance(begin(all), end(all)) - 1);  // without the folder itself
 }
 
 }  // namespace
