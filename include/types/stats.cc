@@ -5,6 +5,7 @@
 #include <bit>
 #include <functional>
 #include <numeric>
+#include <type_traits>
 
 namespace kvtier {
 
@@ -27,6 +28,7 @@ std::uint64_t LatencyHistogram::total() const noexcept {
 
 Stats::Cumulative operator-(const Stats::Cumulative& a, const Stats::Cumulative& b) noexcept {
   // Nothing but counters of one type.
+  static_assert(std::has_unique_object_representations_v<Stats::Cumulative>);
   using Counters = std::array<std::uint64_t, sizeof(Stats::Cumulative) / sizeof(std::uint64_t)>;
   auto counters = std::bit_cast<Counters>(a);
   std::ranges::transform(counters, std::bit_cast<Counters>(b), counters.begin(), std::minus<>());
