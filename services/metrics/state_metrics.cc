@@ -293,9 +293,12 @@ double boot_time() {
 
 double open_descriptors() {
   std::error_code error;
-  const std::filesystem::directory_iterator all("/proc/self/fd", error);
-  if (error) return 0;
-  return static_cast<double>(std::distance(begin(all), end(all)) - 1);  // without the folder itself
+  double count = -1;  // the folder itself
+  for (std::filesystem::directory_iterator it("/proc/self/fd", error), end; !error && it != end;
+       it.increment(error)) {
+    ++count;
+  }
+  return error ? 0 : count;
 }
 
 }  // namespace
