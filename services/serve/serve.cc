@@ -1,5 +1,7 @@
 #include "services/serve/serve.h"
 
+#include "kvtier/calibration.h"
+
 #include "include/types/failure.h"
 #include "services/console/enum_names.h"
 #include "services/console/host_memory.h"
@@ -134,6 +136,10 @@ void check_together(const ServeCommand& command) {
   if (command.memory.prefetch_rows &&
       (command.row_cache_mib == 0 || command.memory.row_cache_rows == 0)) {
     throw_invalid("prefetch-rows", "row-cache-mib and row-cache-rows above 0", 0);
+  }
+  // An engine reads it when it is made, with the first session, and on a GPU only.
+  if (const std::string& file = command.memory.calibration_file; !file.empty()) {
+    (void)read_calibration(file);
   }
   if (command.page_arena_mib % 4 != 0) {
     throw_invalid("page-arena-mib", "a multiple of 4", command.page_arena_mib);
