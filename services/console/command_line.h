@@ -52,6 +52,9 @@ inline constexpr int kExitUsage = 2;
   if (const auto [option, other] = around(" excludes "); !option.empty()) {
     return "expected " + option + " or " + other + ", found both";
   }
+  if (const auto [option, other] = around(" requires "); !option.empty()) {
+    return "expected " + other + " with " + option + ", found none";
+  }
   if (const auto [option, type] = around(": 1 required "); !option.empty()) {
     return option + ": expected a value, found none";
   }

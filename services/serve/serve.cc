@@ -90,6 +90,17 @@ void read_config(CLI::App& app, const std::string& path) {
   }
 }
 
+/// Refuses what does nothing without another option. CLI11's `needs` would look before the file is
+/// read.
+void check_needs(const CLI::App& app, const ServeCommand& command) {
+  const auto need = [&app](const char* option, bool found, const char* other) {
+    if (app.count(option) > 0 && !found) throw CLI::RequiresError(option, other);
+  };
+  need("--disk-capacity-mib", !command.disk_cache.empty(), "--disk-cache");
+  need("--page-folder-mib", !command.page_folder.empty(), "--page-folder");
+  need("--remote-ttl-seconds", !command.remote.empty(), "--memcached or --redis");
+}
+
 std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
 }
@@ -201,6 +212,11 @@ ServerOptions server_options(const ServeCommand& command) {
                  .key = command.tls_key,
                  .client_ca = command.tls_client_ca,
                  .client_crl = command.tls_client_crl};
+  const auto is_unix = [](const Endpoint& endpoint) { return endpoint.is_unix; };
+  if (options.insecure_tcp && std::ranges::all_of(options.listen, is_unix) &&
+      std::ranges::all_of(options.data.listen, is_unix)) {
+    throw_invalid("insecure-tcp", "tcp:HOST:PORT in listen or data-listen", "none");
+  }
   options.threads = command.threads;
   options.stream_idle = milliseconds(command.stream_idle_seconds);
 
@@ -368,6 +384,7 @@ void add_serve(CLI::App& program, ServeCommand& command) {
              "How long calls may take to finish at the end");
   app->parse_complete_callback([app, &command] {
     if (!command.config_file.empty()) read_config(*app, command.config_file);
+    check_needs(*app, command);
   });
 }
 

@@ -81,6 +81,9 @@ MakeBacking page_backing(const ServeCommand& command) {
   expect(!command.page_folder.empty() || !command.page_wait_for_disk, "page-wait-for-disk",
          "page-folder");
   if (!any) return {};
+  if (command.page_arena_mib == 0) {
+    throw_invalid("page-folder, page-remote", "page-arena-mib above 0", 0);
+  }
   expect(!command.page_key_file.empty(), "page-folder, page-remote", "page-key-file");
   PageBackingOptions options{
       .key_file = command.page_key_file,

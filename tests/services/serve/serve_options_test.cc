@@ -82,6 +82,15 @@ TEST_F(ServeOptionsTest, RefusesAFileWithAnOptionThatHasNoValue) {
   }
 }
 
+TEST_F(ServeOptionsTest, TakesTheSizeOfAFolderThatTheFileNames) {
+  const std::string file = (folder_ / "serve.toml").string();
+  std::ofstream(file) << "disk-cache = \"" << (folder_ / "cache").string() << "\"\n";
+
+  const MemoryConfig made = memory({"--disk-capacity-mib", "64", "--config", file});
+
+  EXPECT_EQ(made.disk_cache_bytes, 64 * MiB);
+}
+
 TEST_F(ServeOptionsTest, TakesPoliciesFromTheEnvironmentAndFromTheFile) {
   const std::string file = (folder_ / "serve.toml").string();
   std::ofstream(file) << "row-cache-policy = \"lru\"\n";
