@@ -61,6 +61,18 @@ class Imports(unittest.TestCase):
                     found.stderr, "^error: expected the package torch, found none .*pip install"
                 )
 
+    def test_modules_without_torch_say_what_installs_it(self) -> None:
+        for module, extra in (("hf", "hf"), ("torch", "torch")):
+            program = f"import sys; sys.modules['torch'] = None; import kvtier.{module}"
+            found = subprocess.run(
+                [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE
+            )
+            self.assertEqual(found.returncode, 1)
+            self.assertRegex(
+                found.stderr.strip().splitlines()[-1],
+                rf"^ImportError: kvtier.{module}: expected the package torch, found none .*python\[{extra}\]",
+            )
+
 
 if __name__ == "__main__":
     unittest.main()

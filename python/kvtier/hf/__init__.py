@@ -9,6 +9,15 @@ process, and the attention over them.
 The import registers the attention function and its mask under the name "kvtier". Needs torch,
 transformers 4.57 or later and kvtier-engine."""
 
+from kvtier.errors import without_package
+
+try:
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    command = "pip install './python[hf]' ./python/engine"
+    raise ImportError("kvtier.hf" + without_package(error, command).removeprefix("error")) from error
+
 from kvtier.hf.attention import IMPLEMENTATION, register
 from kvtier.hf.cache import KvtierCache
 from kvtier.hf.graphs import graphed
