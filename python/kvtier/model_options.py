@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Optional, Sequence
 
 from kvtier.errors import invalid
 
@@ -25,6 +27,20 @@ def check_folder(parser: argparse.ArgumentParser, name: str, path: Path) -> None
     """Ends the program where the folder of a file to write is not there."""
     if not path.parent.is_dir():
         parser.error(f"{name}: expected a file in a folder that is there, found {path}")
+
+
+def interruptible(main: Callable[..., int]) -> Callable[..., int]:
+    """Has a program end with 130 and no traceback where control-C interrupts it."""
+
+    @functools.wraps(main)
+    def run(arguments: Optional[Sequence[str]] = None) -> int:
+        try:
+            return main(arguments)
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return 130
+
+    return run
 
 
 def load_model(options: argparse.Namespace) -> tuple[Any, Any]:

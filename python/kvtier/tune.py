@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Sequence
 
-from kvtier.model_options import check_folder
+from kvtier.model_options import check_folder, interruptible
 
 _SIZES = "32,64,128,256,512,1024,2048"
 _RULES = "top_k,priority"
@@ -132,6 +132,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+@interruptible
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     options = parser().parse_args(arguments)
     if not options.error > 0.0:

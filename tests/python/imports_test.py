@@ -61,6 +61,30 @@ class Imports(unittest.TestCase):
                     found.stderr, "^error: expected the package torch, found none .*pip install"
                 )
 
+    def test_programs_that_are_interrupted_end_with_130_and_no_traceback(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "config.json"
+            file.write_text("{}")
+            out = f"{folder}/out"
+            for name, where, arguments in (
+                ("record", "parser", []),
+                ("record", "without_package", ["--model", folder, "--text", str(file), "--out", out]),
+                ("tune", "replay", ["--trace", str(file), "--kvtier", sys.executable]),
+            ):
+                program = (
+                    f"import sys; sys.modules['torch'] = None; import kvtier.{name} as program\n"
+                    "def interrupted(*_): raise KeyboardInterrupt\n"
+                    f"program.{where} = interrupted; sys.exit(program.main())"
+                )
+                found = subprocess.run(
+                    [sys.executable, "-c", program, *arguments],
+                    capture_output=True,
+                    text=True,
+                    timeout=PATIENCE,
+                )
+                self.assertEqual((found.returncode, found.stderr.strip()), (130, ""), name)
+                self.assertFalse(Path(out).exists())
+
     def test_modules_without_torch_say_what_installs_it(self) -> None:
         for module, extra in (("hf", "hf"), ("torch", "torch")):
             program = f"import sys; sys.modules['torch'] = None; import kvtier.{module}"
