@@ -19,8 +19,8 @@ using transfer::Stream;
                             const transfer::SelectionView& selection, std::int64_t max_selected,
                             const OutputBatch& outputs) {
   return request.query_batch.count >= 0 && request.query_batch.count <= limits.num_queries &&
-         request.kv.query_heads <= limits.query_heads && request.kv.head_dim <= limits.head_dim &&
-         request.kv.kv_heads >= 1 && request.kv.query_heads % request.kv.kv_heads == 0 &&
+         request.kv.query_heads() <= limits.query_heads && request.kv.head_dim <= limits.head_dim &&
+         request.kv.kv_heads >= 1 && request.kv.group >= 1 &&
          std::all_of(&request.query_batch[0], &request.query_batch[0] + request.query_batch.count,
                      [&](const transfer::QueryToken& query) {
                        return query.sequence >= 0 && query.sequence < request.sequences.count;

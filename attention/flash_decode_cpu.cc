@@ -110,9 +110,9 @@ void attend_tile(const AttendRequest& request, const Tile& tile, const std::int3
 void open_accumulators(const AttendRequest& request, const PartialView& partial, int query_index,
                        int kv_head, int split, float* queries, Accumulator* accumulators) {
   const KvGeometry& kv = request.kv;
-  const int group = kv.group();
+  const int group = kv.group;
   for (int h = 0; h < group; ++h) {
-    const std::int64_t head = std::int64_t{query_index} * kv.query_heads + kv_head * group + h;
+    const std::int64_t head = std::int64_t{query_index} * kv.query_heads() + kv_head * group + h;
     const std::int64_t slot = head * kMaxSplits + split;
     float* query = queries + std::int64_t{h} * kv.head_dim;
     const float* source = request.queries + head * kv.head_dim;
@@ -200,7 +200,7 @@ void fill_tile(const AttendRequest& request, int sequence_index, std::int64_t re
 void attend_spans(const AttendRequest& request, const PartialView& partial, const QueryRun& run,
                   int kv_head, int split, RowSource* source) {
   const KvGeometry& kv = request.kv;
-  const auto group = static_cast<std::size_t>(kv.group());
+  const auto group = static_cast<std::size_t>(kv.group);
   const auto num_queries = static_cast<std::size_t>(run.end - run.begin);
   const SequenceView& sequence = request.sequences[request.query_batch[run.begin].sequence];
   const std::int64_t resident_begin = sequence.counters->resident_begin;
@@ -249,7 +249,7 @@ void attend_selected(const AttendRequest& request, const transfer::SelectionView
                      const PartialView& partial, int query_index, int kv_head, int split,
                      RowSource* source) {
   const KvGeometry& kv = request.kv;
-  const auto group = static_cast<std::size_t>(kv.group());
+  const auto group = static_cast<std::size_t>(kv.group);
   const SequenceView& sequence = request.sequences[request.query_batch[query_index].sequence];
   const std::int64_t resident_begin = sequence.counters->resident_begin;
   std::vector<float> queries(group * static_cast<std::size_t>(kv.head_dim));
@@ -394,7 +394,7 @@ void count_selected(const AttendRequest& request, const transfer::SelectionView&
 
 void merge(const AttendRequest& request, const PartialParts& parts, const OutputBatch& outputs) {
   const int d = request.kv.head_dim;
-  const std::int64_t heads = request.kv.query_heads;
+  const std::int64_t heads = request.kv.query_heads();
   transfer::parallel_for_each(request.query_batch.count * heads, 8, [&](std::int64_t i) {
     std::array<float, kMaxHeadDim> sum{};
     SoftmaxState total;

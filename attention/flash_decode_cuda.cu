@@ -84,7 +84,7 @@ __device__ __noinline__ void count_nonfinite(const transfer::KvGeometry& kv,
                                              const QueryItems& items) {
   for (auto q = static_cast<int>(blockIdx.x); q < items.count; q += static_cast<int>(gridDim.x)) {
     if (items[q].flags == nullptr) continue;
-    transfer::cuda::pack_query(items[q], kv.query_heads, kv.head_dim, nullptr);
+    transfer::cuda::pack_query(items[q], kv.query_heads(), kv.head_dim, nullptr);
   }
 }
 
@@ -207,7 +207,7 @@ __device__ void prefetch_pages(const AttendRequest& request, const SelectionView
     prefetch_to_l2(selection.ids + plan.index * selection.capacity);
     prefetch_to_l2(selection.head_mask + plan.index * selection.capacity);
   }
-  const unsigned pages = tokens / static_cast<unsigned>(request.kv.page_tokens) + 1;
+  const unsigned pages = request.kv.page_of(tokens) + 1;
   const unsigned threads = 32 * kWarps;
   if (pages <= threads * kLine) {
     if (threadIdx.x * kLine < pages) prefetch_to_l1(sequence.pages + threadIdx.x * kLine);
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
     transfer::cuda::wait_for_previous();
   }
   const int block = static_cast<int>(blockIdx.x);
-  const int group = request.kv.group();
+  const int group = request.kv.group;
   std::byte* const stages = shared + warp * num_stages * Layout::kBytes;
   std::byte* const query_memory = shared + num_stages * Shape::kStageBytes;
   auto* const fp32_queries = reinterpret_cast<float*>(query_memory + Shape::kFragmentBytes);
@@ -521,9 +521,9 @@ void launch_attend(void* stream, const AttendRequest& request, const QueryItems&
 
 template <typename T, bool kInt8, typename... Args>
 void launch_shape(const transfer::KvGeometry& kv, const Args&... args) {
-  assert(kv.group() <= kMaxGroup);
+  assert(kv.group <= kMaxGroup);
   transfer::cuda::with_head_dim(kv.head_dim, [&](auto head_dim) {
-    if (kv.group() > 8) return launch_attend<T, head_dim(), 2, kInt8>(args...);
+    if (kv.group > 8) return launch_attend<T, head_dim(), 2, kInt8>(args...);
     launch_attend<T, head_dim(), 1, kInt8>(args...);
   });
 }
@@ -547,7 +547,7 @@ void attend(void* stream, const AttendRequest& request, const SelectionView& sel
       request.items != nullptr
           ? *request.items
           : transfer::cuda::packed_items(request.queries, request.query_batch.count,
-                                         request.kv.query_heads, request.kv.head_dim);
+                                         request.kv.query_heads(), request.kv.head_dim);
   if (request.kv.dtype == DType::kFloat16) {
     return launch_shape<__half, false>(request.kv, stream, request, items, selection, outputs,
                                        workspace);

@@ -148,7 +148,7 @@ __device__ void merge_parts(const AttendRequest& request, const Workspace& works
                             const PartRun& run, transfer::cuda::CopyBarrier& barrier,
                             unsigned& parity, std::byte* shared, int bytes) {
   constexpr int kThreads = 32 * kWarps;
-  const int group = request.kv.group();
+  const int group = request.kv.group;
   const int thread = static_cast<int>(threadIdx.x);
   const int vectors = group * (D / 4);
   const auto slot = [&](int i) { return parts.slot(run.first + i * run.step); };

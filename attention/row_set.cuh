@@ -3,6 +3,7 @@
 #include "attention/flash_decode.h"
 #include "attention/tile_order.h"
 #include "attention/warp_attention.cuh"
+#include "transfer/device/small_quotient.cuh"
 #include "transfer/kv/sequence.h"
 
 #include <cuda_runtime.h>
@@ -39,8 +40,8 @@ struct RowSet {
                                                const transfer::SelectionView& selection,
                                                int index) {
   RowSet set;
-  set.query_index = index / request.kv.kv_heads;
-  set.kv_head = index % request.kv.kv_heads;
+  set.query_index = transfer::cuda::small_quotient(index, request.kv.kv_heads);
+  set.kv_head = index - set.query_index * request.kv.kv_heads;
   const transfer::QueryToken& query = request.query_batch[set.query_index];
   const transfer::SequenceCounters* counters = request.sequences[query.sequence].counters;
   // Past L1: an append may count its tokens between two calls.
@@ -372,10 +373,8 @@ class RowFinder {
               entry.mask, entry.bias};
     }
     ++in_pages_;
-    const auto page_tokens = static_cast<unsigned>(kv_.page_tokens);
-    Row row{sequence_.pages[number / page_tokens],
-            set_.kv_head * kv_.page_tokens + static_cast<int>(number % page_tokens), entry.mask,
-            entry.bias};
+    Row row{sequence_.pages[kv_.page_of(number)],
+            set_.kv_head * kv_.page_tokens + kv_.row_in_page(token), entry.mask, entry.bias};
     if constexpr (kInt8) {
       const std::byte* scales = row.base + std::int64_t{kv_.kv_heads} * kv_.page_tokens * (2 * D);
       row.scales = reinterpret_cast<const float2*>(scales)[row.index];

@@ -19,11 +19,11 @@ class TileOrder {
   [[nodiscard]] KVTIER_HOST_DEVICE int tile(int place) const {
     const auto i = static_cast<unsigned>(place);
     const unsigned in_longer = longer_ * (rounds_ + 1);
-    if (i < in_longer) {
-      return static_cast<int>(i % (rounds_ + 1) * parts_ + i / (rounds_ + 1));
-    }
-    const unsigned rest = i - in_longer;
-    return static_cast<int>(rest % rounds_ * parts_ + longer_ + rest / rounds_);
+    const bool longer = i < in_longer;
+    const unsigned rest = longer ? i : i - in_longer;
+    const unsigned each = longer ? rounds_ + 1 : rounds_;
+    const unsigned part = rest / each;
+    return static_cast<int>((rest - part * each) * parts_ + part + (longer ? 0 : longer_));
   }
 
   /// Of `count` places from `begin` on, `step` apart, how many come before any place that has none

@@ -111,7 +111,7 @@ void Layers::fill_sketches() {
 
 transfer::KvGeometry Layers::kv() const {
   return {.kv_heads = shape_.kv_heads,
-          .query_heads = shape_.query_heads,
+          .group = shape_.query_heads / shape_.kv_heads,
           .head_dim = shape_.head_dim,
           .page_tokens = kPageTokens,
           .sink_capacity = kResident,

@@ -30,7 +30,7 @@ class RandomSelections {
     }
     ids_ = upload(run, ids);
     masks_ = upload(run, std::vector<std::uint16_t>(
-                             per_set, static_cast<std::uint16_t>((1 << layers.kv().group()) - 1)));
+                             per_set, static_cast<std::uint16_t>((1 << layers.kv().group) - 1)));
     counts_ = upload(run, std::vector<std::int32_t>(static_cast<std::size_t>(heads),
                                                     static_cast<std::int32_t>(rows_per_head)));
     if (staging) {

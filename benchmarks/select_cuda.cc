@@ -64,7 +64,7 @@ void bench_select(Run& run, std::int64_t tokens, int batch, const RetrievalConfi
                      .query_heads = layers.shape().query_heads,
                      .kv_heads = layers.shape().kv_heads,
                      .max_tokens = tokens,
-                     .max_selected = std::min(tokens, k * (per_head ? layers.kv().group() : 1)),
+                     .max_selected = std::min(tokens, k * (per_head ? layers.kv().group : 1)),
                      .row_bytes = layers.kv().row_bytes()});
   const auto select = [&](int layer) {
     (void)selector.select(run.queue(), layers.select_request(layer, retrieval));

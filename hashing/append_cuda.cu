@@ -76,8 +76,7 @@ __device__ RowTarget target_of(const AppendArgs& args, const Row& row, bool norm
   const std::int64_t row_bytes = kv.row_bytes();
   const auto number = static_cast<unsigned>(token);  // 64-bit divisions have much code
   target.page = transfer::page_row<float>(
-      kv, const_cast<std::byte*>(sequence.pages[number / static_cast<unsigned>(kv.page_tokens)]),
-      row.head, token);
+      kv, const_cast<std::byte*>(sequence.pages[kv.page_of(number)]), row.head, token);
   if (token < kv.sink_capacity) {
     target.sink =
         sequence.sink_rows + (std::int64_t{row.head} * kv.sink_capacity + token) * row_bytes;
@@ -121,7 +120,7 @@ __device__ void prefetch_tables(const AppendArgs& args, const ItemRange& items) 
   for (int item = items.first; item <= items.last; ++item) {
     const transfer::SequenceView& sequence = args.batch[item].sequence;
     const std::int64_t length = __ldcg(&sequence.counters->length);
-    if (lane == 0) prefetch(sequence.pages + length / args.kv.page_tokens);
+    if (lane == 0) prefetch(sequence.pages + args.kv.page_of(length));
     constexpr int kLine = 128 / sizeof(void*);
     const std::int64_t last = length / kBlockTokens;
     for (std::int64_t i = last - lane * kLine; i >= 0; i -= 32 * kLine) {

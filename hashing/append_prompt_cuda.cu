@@ -46,7 +46,7 @@ __device__ Places places_of(const KvGeometry& kv, const transfer::SequenceView& 
   };
   Places places;
   const auto row =
-      transfer::page_row<const float>(kv, sequence.pages[token / kv.page_tokens], head, token);
+      transfer::page_row<const float>(kv, sequence.pages[kv.page_of(token)], head, token);
   places.page = address(row.bytes, 0);
   places.scales = reinterpret_cast<unsigned long long>(row.scales);
   if (token < kv.sink_capacity) {

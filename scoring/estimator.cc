@@ -20,14 +20,16 @@ ScoreParams score_params(const RetrievalConfig& config, int head_dim, float soft
   params.selection = config.selection;
   params.planes_per_table = config.planes_per_table;
   params.tables = config.tables;
-  params.num_planes = config.sketch(head_dim).num_planes;
   params.query_bits = config.query_bits;
   params.tau = config.tau;
   params.logit_scale = softmax_scale;
   params.top_k = static_cast<int>(config.most_selected(std::numeric_limits<int>::max()));
   params.sparsity = config.sparsity;
 
-  params.code_bits = config.code == SketchCode::kScalar ? params.num_planes / head_dim : 0;
+  const int num_planes = config.sketch(head_dim).num_planes;
+  const bool scalar = config.code == SketchCode::kScalar;
+  params.projections = scalar ? head_dim : num_planes;
+  params.code_bits = scalar ? num_planes / head_dim : 0;
   params.rule = config.rule;
   params.coarse_bits = config.coarse_bits;
   params.candidates = config.candidates;
@@ -40,7 +42,7 @@ ScoreParams score_params(const RetrievalConfig& config, int head_dim, float soft
     params.sign_scale = hashing::scalar_step(params.code_bits) / static_cast<float>(2 * head_dim);
     return params;
   }
-  double scale = std::sqrt(std::numbers::pi / 2.0) / params.num_planes;
+  double scale = std::sqrt(std::numbers::pi / 2.0) / num_planes;
   if (config.planes() == PlaneKind::kOrthogonal) {
     scale /= 1.0 + 1.0 / (4.0 * head_dim);
   }
@@ -60,7 +62,7 @@ std::int64_t entries_per_head(const ScoreParams& params) noexcept {
     case Estimator::kNormAware:
       break;
   }
-  return params.num_planes;
+  return params.num_planes();
 }
 
 void build_query_tables(transfer::Stream& stream, const ScoreParams& params,
@@ -82,7 +84,7 @@ void read_queries(transfer::Stream& stream, const ScoreParams& params,
     }
   }
   transfer::pack_queries(stream, input.kv, input.items, queries);
-  build_query_tables(stream, params, planes, queries, input.items.count, input.kv.query_heads,
+  build_query_tables(stream, params, planes, queries, input.items.count, input.kv.query_heads(),
                      entries, scalars);
 }
 

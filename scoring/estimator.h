@@ -19,12 +19,13 @@ struct ScoreParams {
   Selection selection = Selection::kPerKvHead;
   int planes_per_table = 10;  ///< P
   int tables = 60;            ///< L
-  int num_planes = 256;       ///< Bits of a key read by norm-aware.
-  int code_bits = 0;          ///< Bits of a coordinate of a scalar code, or 0 for signs.
+  /// Of norm-aware: planes of which the signs are read, or coordinates of a scalar code.
+  int projections = 256;
+  int code_bits = 0;  ///< Bits of a coordinate of a scalar code, or 0 for signs.
   int query_bits = 4;
   float tau = 0.4F;
   float logit_scale = 0.0F;  ///< Softmax scale of the layer, 1 / sqrt(d) unless overridden.
-  /// c of norm-aware: sqrt(pi / 2) / num_planes, / (1 + 1 / (4 d)) if orthogonal; of a scalar code
+  /// c of norm-aware: sqrt(pi / 2) / projections, / (1 + 1 / (4 d)) if orthogonal; of a scalar code
   /// step / (2 d).
   float sign_scale = 0.0F;
   SelectionRule rule = SelectionRule::kTopK;
@@ -37,19 +38,21 @@ struct ScoreParams {
   int coarse_bits = 0;             ///< Of the first of two phases (two_phase.h), or 0.
   int candidates = 1;              ///< That the first phase takes, over those selected.
 
+  /// Bits of a projection that norm-aware reads.
+  KVTIER_HOST_DEVICE int planes_of_projection() const { return code_bits > 0 ? code_bits : 1; }
+  /// Bits of a key read by norm-aware.
+  KVTIER_HOST_DEVICE int num_planes() const { return projections * planes_of_projection(); }
   /// Planes of the sketch that are read.
   KVTIER_HOST_DEVICE int planes_read() const {
-    return estimator == Estimator::kNormAware ? num_planes : planes_per_table * tables;
+    return estimator == Estimator::kNormAware ? num_planes() : planes_per_table * tables;
   }
   /// Planes onto which a query is projected.
   KVTIER_HOST_DEVICE int query_planes() const {
-    return code_bits > 0 ? num_planes / code_bits : planes_read();
+    return estimator == Estimator::kNormAware ? projections : planes_read();
   }
-  /// What multiplies the weight of a query for bit `bit` of a norm-aware sketch: the significance
-  /// of the bit in a scalar code, 2^(B-1-t) for plane t.
-  KVTIER_HOST_DEVICE int significance(int bit) const {
-    return code_bits > 0 ? 1 << (code_bits - 1 - bit / query_planes()) : 1;
-  }
+  /// What multiplies the weight of a query for bit `t` of a projection of a norm-aware sketch: the
+  /// significance of the bit in a scalar code, 2^(B-1-t).
+  KVTIER_HOST_DEVICE int significance(int t) const { return 1 << (planes_of_projection() - 1 - t); }
   /// Bits of the products of significances and integer weights, in two's complement.
   KVTIER_HOST_DEVICE int weight_bits() const {
     return query_bits + (code_bits > 0 ? code_bits - 1 : 0);
@@ -79,7 +82,7 @@ inline constexpr float kLowestScore = -3.0e38F;
 ///   the table, B over the rest, u = tanh(W q) / sqrt(d). (Corners are the whole hypercube, so the
 ///   softmax factorises.)
 /// - hard collision: `[tables]`, the query's bucket ids as int32 bits.
-/// - norm-aware: `[num_planes]` p_i = w_i . q; with query_bits 4 or 8 the integers
+/// - norm-aware: `[num_planes()]` p_i = w_i . q; with query_bits 4 or 8 the integers
 ///   round_half_even((2^(bits-1) - 1) p_i / max|p|) as floats; of a scalar code those of the
 ///   rotation, for each plane of bits times its significance.
 struct QueryTables {

@@ -30,7 +30,7 @@ SelectorLimits padded(const SelectorLimits& limits) {
 
 void check(const SelectRequest& request, const SelectorLimits& limits) {
   assert(request.query_batch.count <= limits.num_queries);
-  assert(request.kv.query_heads == limits.query_heads);
+  assert(request.kv.query_heads() == limits.query_heads);
   assert(request.kv.kv_heads == limits.kv_heads);
   assert(request.max_length <= limits.max_tokens);
   assert(request.slots.blocks == nullptr ||
@@ -47,7 +47,7 @@ void check(const SelectRequest& request, const SelectorLimits& limits) {
   return {.params = request.params,
           .rule = request.rule,
           .kv_heads = request.kv.kv_heads,
-          .group = request.kv.group(),
+          .group = request.kv.group,
           .head_dim = request.kv.head_dim,
           .plane_dim = request.planes.head_dim,
           .int8_rows = request.kv.int8_pages,
@@ -157,7 +157,7 @@ void Selector::read_queries(transfer::Stream& stream, const ScoreParams& params,
                             const hashing::PlanesView& planes, const QueryInput& input,
                             float* queries) {
   assert(input.items.count <= limits_.num_queries);
-  assert(input.kv.query_heads == limits_.query_heads);
+  assert(input.kv.query_heads() == limits_.query_heads);
   scoring::read_queries(stream, params, planes, input, queries, at_.entries, at_.scalars);
 }
 
@@ -167,13 +167,14 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
   const SelectionPlan& how = plan(request, recall_params.active);
   if (!request.tables_built && !how.reads_queries) {
     build_query_tables(stream, request.params, request.planes, request.queries,
-                       request.query_batch.count, request.kv.query_heads, at_.entries, at_.scalars);
+                       request.query_batch.count, request.kv.query_heads(), at_.entries,
+                       at_.scalars);
   }
   const SelectorWorkspace space = workspace(request.params);
   assert(request.params.coarse_bits == 0 || !recall_params.active);
   if (request.params.coarse_bits > 0 && !how.reads_queries) {
     build_query_tables(stream, coarse_phase(request.params), request.planes, request.queries,
-                       request.query_batch.count, request.kv.query_heads,
+                       request.query_batch.count, request.kv.query_heads(),
                        const_cast<float*>(space.coarse_tables.entries), at_.scalars);
   }
   if constexpr (transfer::kWithCuda) {
@@ -195,7 +196,7 @@ void Selector::export_missed(transfer::Stream& stream, const SelectRequest& requ
                                  plan(request, true));
     }
   }
-  stream.run([batch, rest_logs = at_.rest_logs, heads = request.kv.query_heads] {
+  stream.run([batch, rest_logs = at_.rest_logs, heads = request.kv.query_heads()] {
     cpu::export_missed(batch, heads, rest_logs);
   });
 }

@@ -13,10 +13,9 @@ namespace kvtier::scoring {
 ScoreParams coarse_phase(const ScoreParams& params) {
   assert(params.coarse_bits > 0 && params.coarse_bits < params.code_bits);
   ScoreParams coarse = params;
-  const int head_dim = params.query_planes();
+  const int head_dim = params.projections;
   coarse.coarse_bits = 0;
   coarse.code_bits = params.coarse_bits;
-  coarse.num_planes = params.coarse_bits * head_dim;
   // A level of the first bits is as wide as those of all that begin with them.
   const double width = static_cast<double>(1 << (params.code_bits - params.coarse_bits)) *
                        hashing::scalar_step(params.code_bits);

@@ -51,7 +51,7 @@ void check_ids(std::string_view name, const TensorView& tensor, DType dtype, std
   if (tensor.dtype != dtype) {
     throw_invalid(name, dtype_name(dtype), dtype_name(tensor.dtype));
   }
-  const int query_heads = engine.kv.query_heads;
+  const int query_heads = engine.kv.query_heads();
   const int kv_heads = engine.kv.kv_heads;
   const bool heads_fit =
       tensor.rank == 3 && (tensor.shape[1] == query_heads || tensor.shape[1] == kv_heads ||
@@ -124,7 +124,7 @@ std::int64_t max_selected(const EngineState& engine, int layer, const AttendOpti
   const std::int64_t k = max_per_query(resolved.params, length);
   const bool union_of_group =
       resolved.params.selection == Selection::kPerQueryHead && ids_heads == engine.kv.kv_heads;
-  return std::min(length, k * (union_of_group ? engine.kv.group() : 1));
+  return std::min(length, k * (union_of_group ? engine.kv.group : 1));
 }
 
 void check_not_empty(int layer, std::int64_t length) {
@@ -152,8 +152,8 @@ void check_rows(std::string_view name, const TensorView& tensor, DType dtype,
 void check_query(const SessionState& session, int layer, const TensorView& query,
                  std::int64_t key_tokens, StreamRef stream, const AttendOptions& options) {
   const EngineState& engine = session.engine();
-  const std::int64_t tokens = check_tokens(engine, "query", query, engine.kv.query_heads, stream);
-  check_finite("query", engine, query, engine.kv.query_heads, query.dtype);
+  const std::int64_t tokens = check_tokens(engine, "query", query, engine.kv.query_heads(), stream);
+  check_finite("query", engine, query, engine.kv.query_heads(), query.dtype);
   const std::int64_t length = session.layer(layer).length + key_tokens;
   check_not_empty(layer, length);
   if (options.tokens_after < 0 || options.tokens_after > length) {
@@ -276,7 +276,7 @@ void check_attend(const SessionState& session, int layer, const AttendInputs& in
                   "window_tokens 0");
   }
   const std::int64_t tokens = inputs.query.shape[0];
-  const int heads = engine.kv.query_heads;
+  const int heads = engine.kv.query_heads();
   const std::int64_t out_tokens = check_tokens(engine, "out", outputs.out, heads, stream);
   if (out_tokens != tokens) {
     throw_invalid("out", join(tokens, " tokens, as in query"), out_tokens);

@@ -30,7 +30,6 @@ constexpr std::array kAllocations{HostAllocation::kManaged, HostAllocation::kReg
                                   HostAllocation::kDriver};
 /// The region is the pages of one sequence; rows of 512 bytes.
 constexpr transfer::KvGeometry kGeometry{.kv_heads = 8,
-                                         .query_heads = 8,
                                          .head_dim = 128,
                                          .page_tokens = 64,
                                          .sink_capacity = 0,

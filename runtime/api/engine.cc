@@ -125,7 +125,7 @@ void prefetch_after_step(SubmissionScope& scope, EngineState& engine, int layer,
   if (!engine.config.memory.prefetch_rows || engine.pools.row_cache == nullptr || scope.capturing())
     return;
   constexpr double kMore = 1.5;
-  const auto heads = std::int64_t{engine.kv.query_heads};
+  const auto heads = std::int64_t{engine.kv.query_heads()};
   const auto row = heads * engine.kv.head_dim;
   const MemorySpace space =
       engine.device->backend() == Backend::kCuda ? MemorySpace::kDevice : MemorySpace::kHost;
@@ -278,7 +278,7 @@ void Engine::merge(std::span<const PartialResult> parts, const AttendOutputs& re
   if (parts.empty() || parts.size() > kMaxParts) {
     throw_invalid("parts", join("1..", kMaxParts), parts.size());
   }
-  const int heads = impl_->kv.query_heads;
+  const int heads = impl_->kv.query_heads();
   const std::int64_t tokens = runtime::check_tokens(*impl_, "out", result.out, heads, stream);
   check_partial(result.out, "out", 3, result.out);
   const TensorView like_lse(result.out.data, DType::kFloat32, {tokens, heads}, result.out.space);

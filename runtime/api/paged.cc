@@ -55,7 +55,7 @@ class PagedSketches::Impl {
         device_(transfer::make_device(config_.backend, config_.log)),
         main_(device_->make_stream()),
         kv_{.kv_heads = config_.model.kv_heads,
-            .query_heads = config_.model.query_heads,
+            .group = config_.model.query_heads / config_.model.kv_heads,
             .head_dim = config_.model.head_dim,
             .page_tokens = config_.block_tokens,
             .dtype = config_.model.kv_dtype},
@@ -235,19 +235,19 @@ class PagedSketches::Impl {
     table_stride_ = (config_.max_tokens + config_.block_tokens - 1) / config_.block_tokens;
     const scoring::SelectorLimits limits{
         .num_queries = max_queries_,
-        .query_heads = kv_.query_heads,
+        .query_heads = kv_.query_heads(),
         .kv_heads = kv_.kv_heads,
         .max_tokens = config_.max_tokens,
         .max_selected = runtime::max_per_query(params_of(0), config_.max_tokens)};
     const attention::FlashDecodeLimits flash_limits{
-        .num_queries = max_queries_, .query_heads = kv_.query_heads, .head_dim = kv_.head_dim};
+        .num_queries = max_queries_, .query_heads = kv_.query_heads(), .head_dim = kv_.head_dim};
     device_bytes_ += scoring::Selector::workspace_bytes(device_->backend(), limits) +
                      attention::FlashDecode::workspace_bytes(device_->backend(), flash_limits);
     selector_ = std::make_unique<scoring::Selector>(*device_, limits);
     flash_ = std::make_unique<attention::FlashDecode>(*device_, flash_limits);
 
     const auto num_queries = static_cast<std::size_t>(max_queries_);
-    const auto heads = static_cast<std::size_t>(kv_.query_heads);
+    const auto heads = static_cast<std::size_t>(kv_.query_heads());
     const auto lists = num_queries * static_cast<std::size_t>(kv_.kv_heads);
     const std::size_t entries =
         lists * static_cast<std::size_t>(attended_bound(config_.max_tokens));
@@ -334,7 +334,7 @@ class PagedSketches::Impl {
     transfer::AttendedList list{.ids = ids_.as<std::int32_t>(),
                                 .bias = biases_.as<float>(),
                                 .head_mask = masks_.as<std::uint16_t>(),
-                                .all_heads = static_cast<std::uint16_t>((1U << kv_.group()) - 1),
+                                .all_heads = static_cast<std::uint16_t>((1U << kv_.group) - 1),
                                 .counts = counts_.as<std::int32_t>(),
                                 .query_stride = capacity * kv_.kv_heads,
                                 .head_stride = capacity,

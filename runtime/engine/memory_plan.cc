@@ -85,7 +85,7 @@ transfer::KvGeometry geometry_of(const Config& config) {
   const bool host = pages_on_host(config);
   return {
       .kv_heads = config.model.kv_heads,
-      .query_heads = config.model.query_heads,
+      .group = config.model.query_heads / config.model.kv_heads,
       .head_dim = config.model.head_dim,
       .page_tokens = config.memory.page_tokens,
       .sink_capacity = host ? config.retrieval.sink_tokens : 0,
@@ -125,14 +125,14 @@ WorkspacePlan plan_workspace(const Config& config, Backend backend) {
 
   const std::int64_t k = retrieval.most_selected(max_tokens);
   WorkspacePlan plan;
-  plan.selected_rows = std::min(max_tokens, k * (per_head ? kv.group() : 1));
+  plan.selected_rows = std::min(max_tokens, k * (per_head ? kv.group : 1));
   std::int64_t staged_rows = config.memory.staging_rows;
   if (staged_rows < 0) staged_rows = backend == Backend::kCuda ? plan.selected_rows : 0;
   if (!pages_on_host(config)) staged_rows = 0;
 
   scoring::SelectorLimits& limits = plan.selector;
   limits = {.num_queries = config.memory.max_batch_rows,
-            .query_heads = kv.query_heads,
+            .query_heads = kv.query_heads(),
             .kv_heads = kv.kv_heads,
             .max_tokens = max_tokens,
             .max_selected = max_tokens,
@@ -145,14 +145,14 @@ WorkspacePlan plan_workspace(const Config& config, Backend backend) {
     limits.staged_rows /= 2;  // rows beyond the staging area are read in place
   }
   plan.flash = {
-      .num_queries = limits.num_queries, .query_heads = kv.query_heads, .head_dim = kv.head_dim};
+      .num_queries = limits.num_queries, .query_heads = kv.query_heads(), .head_dim = kv.head_dim};
   plan.append_tokens = std::min(
       std::clamp(kAppendBytes / (kv.kv_heads * kv.row_bytes()), kMinAppendTokens, kMaxAppendTokens),
       max_tokens);
   plan.packed_bytes = static_cast<std::size_t>(plan.append_tokens * kv.kv_heads) *
                       (static_cast<std::size_t>(kv.row_bytes()) + sizeof(transfer::RowSquares));
   plan.query_bytes = sizeof(float) * static_cast<std::size_t>(limits.num_queries) *
-                     static_cast<std::size_t>(kv.query_heads * kv.head_dim);
+                     static_cast<std::size_t>(kv.query_heads() * kv.head_dim);
   plan.bytes = scoring::Selector::workspace_bytes(backend, limits) +
                attention::FlashDecode::workspace_bytes(backend, plan.flash) + plan.packed_bytes +
                plan.query_bytes;

@@ -40,7 +40,7 @@ bool finite(const EngineState& engine, const MutableTensorView& out, std::int64_
   const auto* data = static_cast<const std::byte*>(out.data) +
                      offset * static_cast<std::int64_t>(dtype_bytes(out.dtype));
   return transfer::all_finite({data, out.dtype, out.strides[0], out.strides[1]}, count,
-                              engine.kv.query_heads, engine.kv.head_dim);
+                              engine.kv.query_heads(), engine.kv.head_dim);
 }
 
 /// Attends again, after repairs, until every row was whole.

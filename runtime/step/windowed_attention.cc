@@ -143,7 +143,7 @@ class WindowedAttention {
   };
 
   [[nodiscard]] std::size_t results_bytes() const {
-    const std::int64_t heads = std::int64_t{request_.query_batch.count} * request_.kv.query_heads;
+    const std::int64_t heads = std::int64_t{request_.query_batch.count} * request_.kv.query_heads();
     const std::int64_t floats =
         heads * request_.kv.head_dim + ceil_div(heads, kListUnit) * kListUnit;
     return static_cast<std::size_t>(floats) * sizeof(float);
@@ -152,8 +152,8 @@ class WindowedAttention {
   [[nodiscard]] Results take_results() {
     Results results;
     results.out = reinterpret_cast<float*>(memory_);
-    results.lse = results.out + std::int64_t{request_.query_batch.count} * request_.kv.query_heads *
-                                    request_.kv.head_dim;
+    results.lse = results.out + std::int64_t{request_.query_batch.count} *
+                                    request_.kv.query_heads() * request_.kv.head_dim;
     memory_ += results_bytes();
     bytes_left_ -= results_bytes();
     return results;
@@ -188,9 +188,9 @@ class WindowedAttention {
         attention::MergeBatch both;
         both.push({sum_.out, sum_.lse});
         both.push({part_.out, part_.lse});
-        attention::merge_results(stream_, both,
-                                 std::int64_t{request_.query_batch.count} * request_.kv.query_heads,
-                                 request_.kv.head_dim, sum_.out, DType::kFloat32, sum_.lse);
+        attention::merge_results(
+            stream_, both, std::int64_t{request_.query_batch.count} * request_.kv.query_heads(),
+            request_.kv.head_dim, sum_.out, DType::kFloat32, sum_.lse);
       }
       begun_ = true;
       engine_.submission.wait(stream_);  // then the lists are written anew, and pages leave
@@ -256,7 +256,7 @@ class WindowedAttention {
                              .frames = engine_.pools.frame_checks});
     }
     attention::OutputBatch outputs;
-    const std::int64_t heads = request_.kv.query_heads;
+    const std::int64_t heads = request_.kv.query_heads();
     for (std::int64_t r = 0; r < request_.query_batch.count; ++r) {
       outputs.push({.out = to.out + r * heads * request_.kv.head_dim,
                     .dtype = DType::kFloat32,
@@ -268,7 +268,7 @@ class WindowedAttention {
   }
 
   void write(const attention::OutputBatch& outputs) {
-    const std::int64_t heads = request_.kv.query_heads;
+    const std::int64_t heads = request_.kv.query_heads();
     const std::int64_t head_dim = request_.kv.head_dim;
     for (int r = 0; r < outputs.count; ++r) {
       const attention::OutputItem& item = outputs[r];

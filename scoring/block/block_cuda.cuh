@@ -1,6 +1,7 @@
 #pragma once
 
 #include "scoring/score_math.h"
+#include "transfer/device/small_quotient.cuh"
 
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
@@ -14,6 +15,8 @@
 /// threads, which do. Those for a block begin with a barrier, so that calls may follow one another.
 /// Reductions have a fixed order: the same values give the same bits.
 namespace kvtier::scoring::cuda {
+
+using transfer::cuda::small_quotient;
 
 inline constexpr unsigned kFullWarp = 0xFFFFFFFFU;
 /// Most query heads of a KV head.

@@ -32,7 +32,7 @@ __device__ constexpr int plane_weight(int plane) {
 }
 
 inline int __host__ __device__ sign_chunks(const ScoreParams& params) {
-  return (params.num_planes + hashing::kChunkBits - 1) / hashing::kChunkBits;
+  return (params.num_planes() + hashing::kChunkBits - 1) / hashing::kChunkBits;
 }
 
 /// Sum of sign * weight for row `half` * 8 + lane / 4: a set bit adds its weight, a clear one

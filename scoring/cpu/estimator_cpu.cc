@@ -91,10 +91,12 @@ void norm_aware(const ScoreParams& params, const float* projections, float* entr
   const bool usable = largest > 0.0F && std::isfinite(largest);
   const float levels = integers ? weight_levels(params.query_bits) : 0.0F;
   if (integers) scalars.weight_step = usable ? largest / levels : 0.0F;
-  for (int bit = 0; bit < params.num_planes; ++bit) {
-    float weight = projections[bit % count];
+  for (int i = 0; i < count; ++i) {
+    float weight = projections[i];
     if (integers) weight = usable ? quantised_weight(weight, largest, levels) : 0.0F;
-    entries[bit] = weight * static_cast<float>(params.significance(bit));
+    for (int t = 0; t < params.planes_of_projection(); ++t) {
+      entries[t * count + i] = weight * static_cast<float>(params.significance(t));
+    }
   }
 }
 

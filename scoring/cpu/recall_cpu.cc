@@ -104,9 +104,9 @@ double log_of_static(const SelectRequest& request, const HeadIndex& at,
   const transfer::SequenceView& sequence =
       request.sequences[request.query_batch[at.query_index].sequence];
   const std::int64_t resident_begin = sequence.counters->resident_begin;
-  const std::int64_t query_head = std::int64_t{at.kv_head} * kv.group() + at.head;
-  const float* query =
-      request.queries + (at.query_index * std::int64_t{kv.query_heads} + query_head) * kv.head_dim;
+  const std::int64_t query_head = std::int64_t{at.kv_head} * kv.group + at.head;
+  const float* query = request.queries +
+                       (at.query_index * std::int64_t{kv.query_heads()} + query_head) * kv.head_dim;
   const auto dim = static_cast<std::size_t>(kv.head_dim);
   std::vector<float> row(2 * dim);
   double sum = kNone;
@@ -131,10 +131,10 @@ EstimatedMass::EstimatedMass(const RecallGroup& group)
     : recall_params_(group.recall_params),
       first_token_(group.spans.sink_end),
       num_eligible_(group.spans.num_eligible()),
-      heads_(static_cast<std::size_t>(group.request.kv.group())) {
+      heads_(static_cast<std::size_t>(group.request.kv.group)) {
   assert(group.request.params.estimator == Estimator::kNormAware);
   if (num_eligible_ == 0) return;
-  for (int head = 0; head < group.request.kv.group(); ++head) estimate(group, head);
+  for (int head = 0; head < group.request.kv.group; ++head) estimate(group, head);
 }
 
 void EstimatedMass::estimate(const RecallGroup& group, int head) {

@@ -37,7 +37,7 @@ inline std::uint16_t all_heads(int group) { return static_cast<std::uint16_t>((1
 class Call {
  public:
   Call(const SelectRequest& request, const SelectorWorkspace& space)
-      : request_(request), space_(space), group_(request.kv.group()) {
+      : request_(request), space_(space), group_(request.kv.group) {
     for (int query_index = 0; query_index < request.query_batch.count; ++query_index) {
       const transfer::QueryToken& query = request.query_batch[query_index];
       const std::int64_t length = request.sequences[query.sequence].counters->length;
@@ -56,7 +56,7 @@ class Call {
   [[nodiscard]] int num_queries() const { return request_.query_batch.count; }
   [[nodiscard]] int group() const { return group_; }
   [[nodiscard]] int kv_heads() const { return request_.kv.kv_heads; }
-  [[nodiscard]] int query_heads() const { return request_.kv.query_heads; }
+  [[nodiscard]] int query_heads() const { return request_.kv.query_heads(); }
   [[nodiscard]] std::int64_t max_tokens() const { return space_.limits.max_tokens; }
   [[nodiscard]] bool prioritised() const {
     return request_.params.rule == SelectionRule::kPriority;

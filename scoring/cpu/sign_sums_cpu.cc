@@ -140,15 +140,15 @@ int nibbles(int num_planes) { return (num_planes + 3) / 4; }
 
 // For each four planes, the sum of the signed weights of each of the 16 sign patterns.
 void nibble_sums(const ScoreParams& params, const GroupQuery& query, float* out) {
-  const std::int64_t per_head = std::int64_t{nibbles(params.num_planes)} * kNibblePatterns;
+  const std::int64_t per_head = std::int64_t{nibbles(params.num_planes())} * kNibblePatterns;
   for (int h = 0; h < lane_groups(query.group) * kLanes; ++h) {
     float* lane = out + h / kLanes * per_head * kLanes + h % kLanes;
-    const float* weights = query.entries + std::int64_t{h} * params.num_planes;
+    const float* weights = query.entries + std::int64_t{h} * params.num_planes();
     for (std::int64_t i = 0; i < per_head; ++i) {
       float sum = 0.0F;
       for (int bit = 0; bit < 4 && h < query.group; ++bit) {
         const std::int64_t plane = i / kNibblePatterns * 4 + bit;
-        if (plane >= params.num_planes) break;
+        if (plane >= params.num_planes()) break;
         sum += ((i >> (3 - bit)) & 1) != 0 ? weights[plane] : -weights[plane];
       }
       lane[i * kLanes] = sum;
@@ -162,11 +162,11 @@ int num_weight_planes(const ScoreParams& params) {
 }
 
 void weight_planes(const ScoreParams& params, const GroupQuery& query, WeightPlanes* out) {
-  const int chunks = (params.num_planes + hashing::kChunkBits - 1) / hashing::kChunkBits;
+  const int chunks = (params.num_planes() + hashing::kChunkBits - 1) / hashing::kChunkBits;
   for (int h = 0; h < query.group; ++h) {
     out[h] = {};
-    const float* weights = query.entries + std::int64_t{h} * params.num_planes;
-    for (int plane = 0; plane < params.num_planes; ++plane) {
+    const float* weights = query.entries + std::int64_t{h} * params.num_planes();
+    for (int plane = 0; plane < params.num_planes(); ++plane) {
       const int weight = static_cast<int>(weights[plane]);
       out[h].total += weight;
       // Where this plane's bit is in the two 64-bit words of its chunk, on a little-endian machine.
@@ -228,7 +228,7 @@ void hard_collisions(const ScoreParams& params, const hashing::SketchGeometry& g
 // Two nibbles per pass: a byte of the key's bits selects one entry of each.
 void float_weights(const ScoreParams& params, const hashing::SketchGeometry& geometry,
                    const GroupQuery& query, const SketchTile& tile, TileSums& sums) {
-  const int tables = nibbles(params.num_planes);
+  const int tables = nibbles(params.num_planes());
   const std::int64_t entries = std::int64_t{kNibblePatterns} * kLanes;
   const auto* base = reinterpret_cast<const float*>(query.prepared);
   alignas(64) Lanes lanes;
@@ -249,7 +249,7 @@ void float_weights(const ScoreParams& params, const hashing::SketchGeometry& geo
 
 void integer_weights(const ScoreParams& params, const hashing::SketchGeometry& geometry,
                      const GroupQuery& query, const SketchTile& tile, TileSums& sums) {
-  const int chunks = (params.num_planes + hashing::kChunkBits - 1) / hashing::kChunkBits;
+  const int chunks = (params.num_planes() + hashing::kChunkBits - 1) / hashing::kChunkBits;
   const std::int64_t stride = std::int64_t{chunks} * 2;
   const auto* planes = reinterpret_cast<const WeightPlanes*>(query.prepared);
   alignas(64) TileOffsets set;

@@ -141,7 +141,7 @@ void select_in_two_phases(const SelectRequest& request, const SelectorWorkspace&
   score(coarse);
   combine(coarse);
   const hashing::SketchGeometry prefix{.kv_heads = request.kv.kv_heads,
-                                       .num_planes = first.params.num_planes};
+                                       .num_planes = first.params.num_planes()};
   std::atomic<std::int64_t> bytes = 0;
   fine.for_each_group([&](int query_index, int kv_head) {
     Group group(coarse, fine, query_index, kv_head);

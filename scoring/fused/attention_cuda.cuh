@@ -110,9 +110,8 @@ __device__ inline FusedRow row_of(const FusedRows& rows, int entry, const transf
     row.address =
         sequence.recent_rows + (std::int64_t{kv_head} * kv.recent_capacity + slot) * kRowBytes;
   } else {
-    const auto page_tokens = static_cast<unsigned>(kv.page_tokens);
-    row.address = sequence.pages[number / page_tokens] +
-                  (std::int64_t{kv_head} * kv.page_tokens + number % page_tokens) * kRowBytes;
+    row.address = sequence.pages[kv.page_of(number)] +
+                  (std::int64_t{kv_head} * kv.page_tokens + kv.row_in_page(number)) * kRowBytes;
   }
   return row;
 }
@@ -137,8 +136,7 @@ __device__ inline void prefetch_pages(const FilterArgs& args, int query_index,
   constexpr unsigned kLine = 128 / sizeof(void*);
   const transfer::SequenceView& sequence =
       args.request.sequences[args.request.query_batch[query_index].sequence];
-  const unsigned pages =
-      static_cast<unsigned>(tokens) / static_cast<unsigned>(args.request.kv.page_tokens) + 1;
+  const unsigned pages = args.request.kv.page_of(static_cast<unsigned>(tokens)) + 1;
   for (unsigned i = threadIdx.x * kLine; i < pages; i += kFusedThreads * kLine) {
     asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(sequence.pages + i)));
   }
@@ -364,7 +362,7 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
                               const FusedRows& rows, int query_index, int kv_head,
                               std::int64_t group_index, std::byte* memory) {
   const transfer::KvGeometry& kv = args.request.kv;
-  const int group = group_of(kv);
+  const int group = kv.group;
   auto& shared = *reinterpret_cast<FusedAttentionShared<kHeads>*>(memory);
   std::byte* const tiles = memory + sizeof(shared);
   constexpr int kPieces = kAttendDim / kPiece;

@@ -48,7 +48,7 @@ class ChosenTokens {
         posted_(posted),
         priorities_(params, work.kv_head),
         cut_(cut_priority),
-        mask_(static_cast<std::uint16_t>((1U << args.request.kv.group()) - 1)) {}
+        mask_(static_cast<std::uint16_t>((1U << args.request.kv.group) - 1)) {}
 
   /// `earlier_bias`: of a selection from which this one is made.
   __device__ void write(std::int64_t at, int token, std::uint32_t key,

@@ -58,7 +58,7 @@ inline FusedInput fused_input(const SelectRequest& request) {
             .after_append = request.input->after_append};
   }
   return {.items = transfer::cuda::packed_items(request.queries, request.query_batch.count,
-                                                request.kv.query_heads, request.planes.head_dim),
+                                                request.kv.query_heads(), request.planes.head_dim),
           .queries = nullptr,
           .after_append = false};
 }
@@ -68,7 +68,7 @@ inline FusedInput fused_input(const SelectRequest& request) {
 inline FusedAttention fused_attention(const SelectRequest& request, int& bytes) {
   FusedAttention attention{};
   if (request.attend == nullptr) return attention;
-  const int group = request.kv.group();
+  const int group = request.kv.group;
   bytes = std::max(bytes, fused_attention_bytes(kFusedWarps, group));
   attention.targets = *request.attend;
   attention.tiles =

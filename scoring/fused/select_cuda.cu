@@ -37,7 +37,7 @@ __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
                               const BlockExchange& peers, FusedRing<kQuads>& ring,
                               FusedTables& tables, FusedQueries& queries, float* factors,
                               bool handed_on) {
-  const FusedPlanes share(args, projections_of(args, chunks), peers);
+  const FusedPlanes share(args, projections_of(args.request.params, chunks), peers);
   if (static_cast<int>(threadIdx.x) < share.workers) {
     post_products(args, input, query_index, kv_head, chunks, peers, share, tables);
   }
@@ -104,7 +104,7 @@ __global__ __launch_bounds__(kFusedThreads,
   const auto query_index = static_cast<int>(blockIdx.y);
   const int kv_head = small_quotient(static_cast<int>(blockIdx.x), static_cast<int>(shape.blocks));
   const unsigned rank = blockIdx.x - static_cast<unsigned>(kv_head) * shape.blocks;
-  const int group = group_of(args.request.kv);
+  const int group = args.request.kv.group;
   auto* const keys = reinterpret_cast<std::uint32_t*>(dynamic);
   const FusedScores scores{keys, reinterpret_cast<uint2*>(dynamic + shape.sums)};
   auto* const after_keys = reinterpret_cast<std::byte*>(keys + shape.capacity);
@@ -181,7 +181,7 @@ bool fused_weights_fit(const SelectShape& shape) {
   const ScoreParams& params = shape.params;
   constexpr int kMostSum = 32767;
   constexpr int kPairs = 64;  // projections that a warp fetches at a time, of one head
-  const int planes = params.query_planes();
+  const int planes = params.projections;
   const int levels = (1 << (kFusedQueryBits - 1)) - 1;
   const int most = levels * planes * ((1 << std::max(params.code_bits, 1)) - 1);
   return params.query_bits == kFusedQueryBits && params.weight_bits() <= kFusedMostBits &&
@@ -245,13 +245,13 @@ void enqueue_fused(cudaStream_t stream, const FilterArgs& args, const SelectionP
   int bytes = plan.bytes;
   const FusedAttention attention = fused_attention(request, bytes);
   const SelectKernel kernel = request.params.threshold > 0.0F
-                                  ? fused_kernel<true>(request.params, request.kv.group())
-                                  : fused_kernel<false>(request.params, request.kv.group());
+                                  ? fused_kernel<true>(request.params, request.kv.group)
+                                  : fused_kernel<false>(request.params, request.kv.group);
   allow_shape(kernel, most_bytes());
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(request.query_batch.count));
   FusedShape shape = fused_shape(args, input, plan);
-  const FusedLayout layout = layout_of(plan, request.kv.group(), request.params);
+  const FusedLayout layout = layout_of(plan, request.kv.group, request.params);
   shape.sums = layout.sums;
   shape.spare = layout.spare;
   transfer::cuda::launch_overlapping(stream, kernel, grid, kFusedThreads,

@@ -18,7 +18,7 @@ __device__ inline FusedSum static_sum(const SelectRequest& request, int query_in
                                       const float* queries, int pitch) {
   using transfer::cuda::kPiece;
   const transfer::KvGeometry& kv = request.kv;
-  const int group = group_of(kv);
+  const int group = kv.group;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const bool has_piece = lane < kv.head_dim / kPiece;
   const transfer::QueryToken& query = request.query_batch[query_index];

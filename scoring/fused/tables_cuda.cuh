@@ -44,19 +44,13 @@ static_assert(sizeof(FusedTables) <= kFusedTableBytes &&
 /// Projections of a head that the blocks exchange: onto whole chunks of planes, or the rotation of
 /// a scalar code.
 __host__ __device__ inline int projections_of(const ScoreParams& params, int chunks) {
-  return params.code_bits > 0 ? params.query_planes() : chunks * hashing::kChunkBits;
+  return params.code_bits > 0 ? params.projections : chunks * hashing::kChunkBits;
 }
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
 using transfer::cuda::HeadSource;
 using transfer::cuda::kPiece;
-
-/// The same, without a division: a scalar code has as many coordinates as a key.
-__device__ inline int projections_of(const FilterArgs& args, int chunks) {
-  return args.request.params.code_bits > 0 ? args.request.planes.head_dim
-                                           : chunks * hashing::kChunkBits;
-}
 
 /// The group's queries on their way to shared memory, a piece per thread.
 class FusedHeads {
@@ -66,11 +60,11 @@ class FusedHeads {
                         int kv_head)
       : input_(input),
         query_index_(query_index),
-        first_head_(kv_head * group_of(args.request.kv)),
-        query_heads_(args.request.kv.query_heads),
+        first_head_(kv_head * args.request.kv.group),
+        query_heads_(args.request.kv.query_heads()),
         pieces_(args.request.planes.head_dim / kPiece) {
     static_assert(FusedTables::kMostQueries / kPiece <= kFusedThreads);
-    if (head() < group_of(args.request.kv)) {
+    if (head() < args.request.kv.group) {
       const transfer::QueryItem& item = input.items[query_index];
       source_ = transfer::cuda::head_source(item.query, item.token, first_head_ + head());
       raw_ = transfer::cuda::load_piece(source_, piece());
@@ -131,7 +125,7 @@ struct FusedPlanes {
     const int rank = static_cast<int>(peers.rank);
     first = small_quotient(rank * all, blocks);
     count = small_quotient((rank + 1) * all, blocks) - first;
-    const int group = group_of(args.request.kv);
+    const int group = args.request.kv.group;
     const int most = max(group * args.request.planes.head_dim / kPiece, count * group);
     workers = min((most + 31) / 32 * 32, kFusedThreads);
   }
@@ -208,9 +202,9 @@ __device__ inline void post_products(const FilterArgs& args, const FusedInput& i
                                      const BlockExchange& peers, const FusedPlanes& share,
                                      FusedTables& tables) {
   const ScoreParams& params = args.request.params;
-  const int all = projections_of(args, chunks);
-  const int num_planes = params.code_bits > 0 ? all : params.planes_read();
-  const int group = group_of(args.request.kv);
+  const int all = projections_of(params, chunks);
+  const int num_planes = params.projections;
+  const int group = args.request.kv.group;
   const int staged =
       bring_heads(args, input, query_index, kv_head, num_planes, peers, share, tables);
 #pragma unroll 1
@@ -240,7 +234,7 @@ __device__ void write_weight_columns(const ScoreParams& params, int group, int q
     const int at = i - head * sketch_bits;
     const int word = at / 32;
     const float most = __uint_as_float(largest[head]);
-    const bool usable = most > 0.0F && most <= 3.4028235e38F && at < params.num_planes;
+    const bool usable = most > 0.0F && most <= 3.4028235e38F && at < params.num_planes();
     // Planes of bits of a scalar code have the same weights, each half of the one before.
     int plane = at;
     int significance = params.code_bits > 0 ? 1 << (params.code_bits - 1) : 1;
@@ -284,8 +278,8 @@ __device__ inline void fetch_weights(const FilterArgs& args, int chunks, const B
   const ScoreParams& params = args.request.params;
   const auto thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
-  const int group = group_of(args.request.kv);
-  const int all = projections_of(args, chunks);
+  const int group = args.request.kv.group;
+  const int all = projections_of(params, chunks);
 #pragma unroll 1
   for (int i = 2 * thread; i < group * all; i += 2 * kFusedThreads) {
     uint2 bits[1];

@@ -57,7 +57,7 @@ __global__ __launch_bounds__(kTileThreads) void normalise_heads(
   const TileWork work(args);
   if (!work.any()) return;
   const float* scores = args.row(args.workspace.scores, work.index);
-  const int kv_head = static_cast<int>(blockIdx.y) / args.request.kv.group();
+  const int kv_head = static_cast<int>(blockIdx.y) / args.request.kv.group;
   const bool logit_like = args.request.params.logit_like();
 
   LogSum mine;
@@ -117,7 +117,7 @@ __global__ __launch_bounds__(kTileThreads) void combine_heads(
   const TileWork work(args);
   if (!work.any()) return;
   const std::int64_t query_index = blockIdx.z;
-  const std::int64_t first_head = query_index * args.request.kv.query_heads + blockIdx.y * group;
+  const std::int64_t first_head = query_index * args.request.kv.query_heads() + blockIdx.y * group;
   const float* normalisers = args.scratch.normalisers + first_head;
   const bool logit_like = args.request.params.logit_like();
   const auto heads = static_cast<float>(group);
@@ -151,14 +151,14 @@ __global__ __launch_bounds__(kTileThreads) void combine_heads(
 void enqueue_normalisers(const Stage& stage, const RecallParams& recall_params) {
   const GenericArgs args = generic_args(stage, recall_params);
   launch(stage, recall_params.active ? normalise_heads<true> : normalise_heads<false>,
-         tile_grid(stage, args.request.kv.query_heads), args);
+         tile_grid(stage, args.request.kv.query_heads()), args);
 }
 
 void enqueue_combine(const Stage& stage) {
   const transfer::KvGeometry& kv = stage.request.kv;
   const int copies = stage.per_sequence() ? kv.kv_heads : 1;
   launch(stage, combine_heads, tile_grid(stage, kv.kv_heads / copies), generic_args(stage),
-         kv.group() * copies, copies);
+         kv.group * copies, copies);
 }
 
 }  // namespace kvtier::scoring::cuda

@@ -63,7 +63,7 @@ struct TileWork {
       : plan(args.scratch.plans[blockIdx.z]),
         first(plan.begin / kTileTokens),
         last(plan.begin < plan.end ? (plan.end - 1) / kTileTokens : first - 1),
-        index(std::int64_t{blockIdx.z} * args.request.kv.query_heads + blockIdx.y),
+        index(std::int64_t{blockIdx.z} * args.request.kv.query_heads() + blockIdx.y),
         list(std::int64_t{blockIdx.z} * args.request.kv.kv_heads + blockIdx.y),
         segment(std::int64_t{blockIdx.x} * kTileSegments + threadIdx.x / 32) {}
 

@@ -18,7 +18,7 @@ __global__ __launch_bounds__(kFusedThreads) void sum_static(
   const TileWork work(args);
   const transfer::KvGeometry& kv = args.request.kv;
   if (work.plan.begin >= work.plan.end) return;
-  const int group = kv.group();
+  const int group = kv.group;
   const std::int64_t first_head = work.list * group;
   for (int i = static_cast<int>(threadIdx.x); i < group * kv.head_dim; i += kFusedThreads) {
     queries[i] = args.request.queries[first_head * kv.head_dim + i];
@@ -59,7 +59,7 @@ __global__ __launch_bounds__(kTileThreads) void weigh_eligible(
   HeadEstimate& estimate = args.scratch.estimates[work.index];
   const HeadEstimate of_head = estimate;
   const float* scores = args.row(args.workspace.scores, work.index);
-  const int kv_head = static_cast<int>(blockIdx.y) / args.request.kv.group();
+  const int kv_head = static_cast<int>(blockIdx.y) / args.request.kv.group;
   std::uint64_t sum = 0;
   work.visit_tokens([&](std::int64_t token) {
     const float of_value = log_value(args, norms_of(args, work.plan, kv_head, token));
@@ -77,7 +77,7 @@ __global__ __launch_bounds__(kTileThreads) void write_missed(
   const MissedItem& item = batch[static_cast<int>(blockIdx.z)];
   if (item.missed == nullptr) return;
   const transfer::SelectionView& view = args.workspace.selection;
-  const int group = args.request.kv.group();
+  const int group = args.request.kv.group;
   const int kv_head = static_cast<int>(blockIdx.y);
   const std::int64_t first_head = work.list * group;
   const std::int64_t count = view.counts[work.list];
@@ -108,7 +108,7 @@ std::size_t estimates_bytes(std::int64_t count) {
 }
 
 void clear_estimates(const Stage& stage) {
-  const auto heads = std::int64_t{stage.num_queries()} * stage.request.kv.query_heads;
+  const auto heads = std::int64_t{stage.num_queries()} * stage.request.kv.query_heads();
   KVTIER_CUDA_CHECK(
       cudaMemsetAsync(stage.scratch.estimates, 0, estimates_bytes(heads), stage.stream));
 }
@@ -120,7 +120,7 @@ void enqueue_static(const Stage& stage, bool with_values) {
 }
 
 void enqueue_weights(const Stage& stage) {
-  launch(stage, weigh_eligible, tile_grid(stage, stage.request.kv.query_heads),
+  launch(stage, weigh_eligible, tile_grid(stage, stage.request.kv.query_heads()),
          generic_args(stage));
 }
 

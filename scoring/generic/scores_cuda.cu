@@ -44,8 +44,8 @@ __host__ __device__ LookupShape lookup_shape(const ScoreParams& params) {
   shape.low_bits = kLookup == Lookup::kProduct ? shape.bits / 2 : 0;
   shape.row = kLookup == Lookup::kMatch ? 1 : 1 << (shape.bits - shape.low_bits);
   if (kLookup == Lookup::kProduct) shape.row += 1 << shape.low_bits;
-  shape.tables =
-      kLookup == Lookup::kEntry ? (params.num_planes + shape.bits - 1) / shape.bits : params.tables;
+  shape.tables = kLookup == Lookup::kEntry ? (params.num_planes() + shape.bits - 1) / shape.bits
+                                           : params.tables;
   return shape;
 }
 
@@ -65,7 +65,7 @@ __device__ void fill_lookup(const ScoreArgs& args, const Work& work, const Looku
       } else if (h < work.heads) {
         for (int bit = 0; bit < shape.bits; ++bit) {
           const int plane = table * shape.bits + bit;
-          if (plane >= args.params.num_planes) break;
+          if (plane >= args.params.num_planes()) break;
           const bool set = ((entry >> (shape.bits - 1 - bit)) & 1) != 0;
           value += set ? entries[plane] : -entries[plane];
         }
@@ -212,9 +212,9 @@ void enqueue_scores(const Stage& stage) {
                  .tables = stage.workspace.tables,
                  .scores = stage.workspace.scores,
                  .max_tokens = stage.workspace.limits.max_tokens,
-                 .query_heads = request.kv.query_heads,
-                 .group = request.kv.group(),
-                 .heads_per_block = request.kv.group(),
+                 .query_heads = request.kv.query_heads(),
+                 .group = request.kv.group,
+                 .heads_per_block = request.kv.group,
                  .subsets = 1,
                  .slot_block = request.slots.blocks == nullptr ? 0 : request.slots.block_tokens};
   const bool integers =

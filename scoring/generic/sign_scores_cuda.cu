@@ -81,7 +81,7 @@ __global__ __launch_bounds__(kScoreThreads, kBlocksPerProcessor) void sign_score
   }
   const int chunks = sign_chunks(args.params);
   const int quads = (work.heads + kHeadsPerProduct - 1) / kHeadsPerProduct;
-  fill_columns<kBits, kScoreThreads>(args.tables, args.params.num_planes, work.first_head,
+  fill_columns<kBits, kScoreThreads>(args.tables, args.params.num_planes(), work.first_head,
                                      work.heads, chunks, quads, columns, weight_sums);
 
   const int warp = static_cast<int>(threadIdx.x) / 32;

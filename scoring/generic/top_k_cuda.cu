@@ -46,7 +46,7 @@ struct SetMasses {
   // A barrier must follow.
   __device__ void load(const GenericArgs& args) {
     const auto head = static_cast<int>(threadIdx.x);
-    const int heads = args.request.kv.query_heads / args.sets;
+    const int heads = args.request.kv.query_heads() / args.sets;
     if (head >= heads) return;
     const HeadEstimate estimate = args.scratch.estimates[first_head(args) + head];
     LogSum all;
@@ -62,8 +62,8 @@ struct SetMasses {
   // In `kShareUnits`.
   [[nodiscard]] __device__ std::uint64_t of(const GenericArgs& args, const QueryPlan& plan,
                                             std::int64_t token) const {
-    const int heads = args.request.kv.query_heads / args.sets;
-    const int kv_head = static_cast<int>(blockIdx.y) * heads / args.request.kv.group();
+    const int heads = args.request.kv.query_heads() / args.sets;
+    const int kv_head = static_cast<int>(blockIdx.y) * heads / args.request.kv.group;
     const float of_value = log_value(args, norms_of(args, plan, kv_head, token));
     float share = 0.0F;
     for (int h = 0; h < heads; ++h) {
@@ -75,7 +75,7 @@ struct SetMasses {
 
  private:
   __device__ static std::int64_t first_head(const GenericArgs& args) {
-    const int query_heads = args.request.kv.query_heads;
+    const int query_heads = args.request.kv.query_heads();
     return std::int64_t{blockIdx.z} * query_heads + blockIdx.y * (query_heads / args.sets);
   }
 };
@@ -206,7 +206,7 @@ __global__ void begin_priorities(const __grid_constant__ GenericArgs args, bool 
   const QueryPlan plan = args.scratch.plans[query_index];
   const auto eligible = static_cast<std::uint32_t>(max(plan.end - plan.begin, std::int64_t{0}));
   for (int s = static_cast<int>(threadIdx.x); s < args.sets; s += static_cast<int>(blockDim.x)) {
-    SetState& state = args.scratch.states[query_index * args.request.kv.query_heads + s];
+    SetState& state = args.scratch.states[query_index * args.request.kv.query_heads() + s];
     if (counted) state.wanted = min(state.wanted, state.above + state.remaining);
     state.threshold = 0;
     state.above = 0;
@@ -219,7 +219,7 @@ __global__ void begin_priorities(const __grid_constant__ GenericArgs args, bool 
 __global__ void cut_priorities(const __grid_constant__ GenericArgs args) {
   const auto query_index = static_cast<std::int64_t>(blockIdx.x);
   const QueryPlan plan = args.scratch.plans[query_index];
-  const int query_heads = args.request.kv.query_heads;
+  const int query_heads = args.request.kv.query_heads();
   const float threshold = args.request.params.threshold;
   const auto eligible = static_cast<std::uint32_t>(max(plan.end - plan.begin, std::int64_t{0}));
   for (int s = static_cast<int>(threadIdx.x); s < args.sets; s += static_cast<int>(blockDim.x)) {
@@ -302,13 +302,13 @@ __global__ __launch_bounds__(kTileThreads) void mark_best(
   std::uint16_t masks[kSteps] = {};
   for (int s = 0; s < sets && work.plan.k > 0; ++s) {
     const int set_of_row = static_cast<int>(blockIdx.y) * sets + s;
-    const std::int64_t set = std::int64_t{blockIdx.z} * kv.query_heads + set_of_row;
+    const std::int64_t set = std::int64_t{blockIdx.z} * kv.query_heads() + set_of_row;
     const SetState state = args.scratch.states[set];
     const SetOrder order(args, set_of_row);
     const bool all_ties = state.all_ties != 0;
     std::uint32_t rank =
         all_ties ? 0 : args.scratch.ties[set * args.scratch.segments + work.segment];
-    const auto bits = static_cast<std::uint16_t>(sets == 1 ? (1U << kv.group()) - 1 : 1U << s);
+    const auto bits = static_cast<std::uint16_t>(sets == 1 ? (1U << kv.group) - 1 : 1U << s);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const std::int64_t token = work.token_of_segment(step);
@@ -347,7 +347,7 @@ __global__ __launch_bounds__(kTileThreads) void clear_marks(
     const __grid_constant__ GenericArgs args, int bias_heads) {
   const TileWork work(args);
   std::uint16_t* token_mask = args.row(args.workspace.token_mask, work.list);
-  const std::int64_t first_head = work.list * args.request.kv.group();
+  const std::int64_t first_head = work.list * args.request.kv.group;
   work.visit_tokens([&](std::int64_t token) {
     token_mask[token] = 0;
     for (int h = 0; h < bias_heads; ++h) {
@@ -367,7 +367,7 @@ __global__ __launch_bounds__(kTileThreads) void mark_ids(const __grid_constant__
   const int head = static_cast<int>(blockIdx.y);
   const std::int32_t id = ids.data[blockIdx.z * ids.query_stride + head * ids.head_stride + i];
   if (!work.eligible(id)) return;
-  const int group = kv.group();
+  const int group = kv.group;
   const bool shared = ids.heads <= kv.kv_heads;
   const unsigned bits = shared ? (1U << group) - 1 : 1U << head % group;
   const float given =
@@ -386,7 +386,7 @@ __global__ __launch_bounds__(kTileThreads) void mark_ids(const __grid_constant__
     if (bias.data == nullptr) continue;
     const int slot = shared ? kv_head * group : head;
     float* to =
-        args.row(args.workspace.scores, std::int64_t{blockIdx.z} * kv.query_heads + slot) + id;
+        args.row(args.workspace.scores, std::int64_t{blockIdx.z} * kv.query_heads() + slot) + id;
     // Numbers that are not negative order as their bits do.
     atomicMax(reinterpret_cast<int*>(to), __float_as_int(given));
   }
@@ -396,9 +396,9 @@ __global__ __launch_bounds__(kTileThreads) void mark_ids(const __grid_constant__
 // own bias, or all.
 __device__ float bias_of(const GenericArgs& args, BiasSource source, int head, std::int64_t token) {
   const transfer::KvGeometry& kv = args.request.kv;
-  const std::int64_t first = std::int64_t{blockIdx.z} * kv.query_heads;
+  const std::int64_t first = std::int64_t{blockIdx.z} * kv.query_heads();
   if (source == BiasSource::kGiven) {
-    return args.row(args.workspace.scores, first + blockIdx.y * kv.group() + head)[token];
+    return args.row(args.workspace.scores, first + blockIdx.y * kv.group + head)[token];
   }
   const int set = static_cast<int>(blockIdx.y) * (args.sets / kv.kv_heads) + head;
   return priority_bias(args.scratch.states[first + set].cut, SetOrder(args, set).score(token));
@@ -444,7 +444,7 @@ void enqueue_radix(const Stage& stage, const GenericArgs& args) {
 void enqueue_top_k(const Stage& stage) { enqueue_radix<false>(stage, generic_args(stage)); }
 
 void enqueue_top_of_recall(const Stage& stage, const RecallParams& recall_params) {
-  const auto bins = std::int64_t{stage.num_queries()} * stage.request.kv.query_heads * kRadixBins;
+  const auto bins = std::int64_t{stage.num_queries()} * stage.request.kv.query_heads() * kRadixBins;
   KVTIER_CUDA_CHECK(cudaMemsetAsync(stage.scratch.masses, 0,
                                     static_cast<std::size_t>(bins) * sizeof(std::uint64_t),
                                     stage.stream));

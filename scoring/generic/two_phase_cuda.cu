@@ -30,19 +30,19 @@ __device__ void score_token(const PhaseArgs& args, const ScoreParams& params,
   const SelectRequest& request = args.fine.request;
   const Scratch& scratch = args.fine.scratch;
   const bool combines = request.params.shared();
-  const int group = request.kv.group();
+  const int group = request.kv.group;
   const std::byte* block = scratch.plans[query_index].blocks[token / hashing::kBlockTokens];
   const int in_block = static_cast<int>(token % hashing::kBlockTokens);
   const Norms norms = load_norms(request.sketch, block, kv_head, in_block);
-  const std::int64_t first_head = query_index * request.kv.query_heads + kv_head * group;
+  const std::int64_t first_head = query_index * request.kv.query_heads() + kv_head * group;
   const float* entries = tables.entries + first_head * tables.entries_per_head;
   float sums[kMaxGroup] = {};
-  for (int begin = 0; begin < params.num_planes; begin += 32) {
+  for (int begin = 0; begin < params.num_planes(); begin += 32) {
     const int word = begin / 32;
     const auto* words = reinterpret_cast<const std::uint32_t*>(
         block + request.sketch.chunk_offset(kv_head, word / kWordsPerChunk, in_block));
     const std::uint32_t bits = __ldg(words + word % kWordsPerChunk);
-    const int count = min(32, params.num_planes - begin);
+    const int count = min(32, params.num_planes() - begin);
     for (int i = 0; i < count; ++i) {
       const bool set = ((bits >> (31 - i)) & 1) != 0;
       for (int h = 0; h < group; ++h) {
@@ -76,7 +76,7 @@ __global__ __launch_bounds__(kTileThreads) void score_candidates(
   const int kv_head = static_cast<int>(blockIdx.y);
   const int sets = args.sets();
   const int first_set = kv_head * sets;
-  const std::int64_t first_state = std::int64_t{blockIdx.z} * request.kv.query_heads + first_set;
+  const std::int64_t first_state = std::int64_t{blockIdx.z} * request.kv.query_heads() + first_set;
   const SetState* states = args.fine.scratch.states + first_state;
   if (static_cast<int>(threadIdx.x) < sets) {
     args.cuts(first_state)[threadIdx.x] = states[threadIdx.x].cut;
@@ -105,7 +105,7 @@ __global__ __launch_bounds__(kTileThreads) void score_candidates(
       const float value = kept ? settled_score(scores[s] + biases[s]) : kLowestScore;
       args.fine.row(args.order, work.list * sets + s)[token] = value;
       // A set of one head is ordered by scores that are not normalised; ln p is exported.
-      const bool normalises = request.params.shared() && request.kv.group() == 1 && kept;
+      const bool normalises = request.params.shared() && request.kv.group == 1 && kept;
       const float of_head = normalises ? args.fine.scratch.normalisers[first_state] : 0.0F;
       args.fine.row(args.exported, work.list * sets + s)[token] = settled_score(value - of_head);
     }
@@ -123,7 +123,7 @@ __global__ __launch_bounds__(kTileThreads) void add_first_biases(
   const std::int64_t list = query_index * kv.kv_heads + kv_head;
   const transfer::SelectionView& view = args.fine.workspace.selection;
   const int sets = args.sets();
-  const float* cuts = args.cuts(query_index * kv.query_heads + kv_head * sets);
+  const float* cuts = args.cuts(query_index * kv.query_heads() + kv_head * sets);
   for (std::int64_t i = threadIdx.x; i < view.counts[list]; i += kTileThreads) {
     const std::int64_t entry = list * view.capacity + i;
     float scores[kMaxGroup];
@@ -162,7 +162,7 @@ void enqueue_two_phases(cudaStream_t stream, const SelectRequest& request,
 
   float* order = coarse.order() == workspace.combined ? workspace.combined : workspace.scores;
   const hashing::SketchGeometry prefix{.kv_heads = request.kv.kv_heads,
-                                       .num_planes = first.params.num_planes};
+                                       .num_planes = first.params.num_planes()};
   const PhaseArgs args{.fine = generic_args(fine),
                        .coarse = first.params,
                        .flags = request.flags,

@@ -18,7 +18,7 @@ __global__ void plan_rows(const __grid_constant__ GenericArgs args, PlanPurpose 
   const transfer::KvGeometry& kv = request.kv;
   const int query_index = static_cast<int>(blockIdx.y);
   const int head = static_cast<int>(blockIdx.x);
-  const std::int64_t set = std::int64_t{query_index} * kv.query_heads + head;
+  const std::int64_t set = std::int64_t{query_index} * kv.query_heads() + head;
   std::uint32_t* histogram = args.scratch.histogram + set * kRadixBins;
   for (int bin = static_cast<int>(threadIdx.x); bin < kRadixBins; bin += kTileThreads) {
     histogram[bin] = 0;
@@ -56,7 +56,7 @@ __global__ __launch_bounds__(kTileThreads) void export_id_rows(
   const transfer::SelectionView& selection = args.workspace.selection;
   const int kv_heads = args.request.kv.kv_heads;
   const bool per_kv_head = ids.heads == kv_heads;
-  const int group = per_kv_head ? 1 : args.request.kv.group();
+  const int group = per_kv_head ? 1 : args.request.kv.group;
   const int head = static_cast<int>(blockIdx.x);
   const int in_group = head % group;
   const std::int64_t list = std::int64_t{blockIdx.y} * kv_heads + head / group;
@@ -204,7 +204,7 @@ std::size_t scratch_bytes(const SelectorLimits& limits) {
 }
 
 void enqueue_plan(const Stage& stage, PlanPurpose purpose) {
-  const dim3 grid(static_cast<unsigned>(stage.request.kv.query_heads),
+  const dim3 grid(static_cast<unsigned>(stage.request.kv.query_heads()),
                   static_cast<unsigned>(stage.num_queries()));
   launch(stage, plan_rows, grid, generic_args(stage), purpose);
 }

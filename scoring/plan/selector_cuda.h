@@ -107,11 +107,11 @@ struct Stage {
   bool shared() const { return request.params.shared(); }
   bool per_sequence() const { return request.params.selection == Selection::kPerSequence; }
   /// The selection of a sequence is found once for each KV head, side by side.
-  int num_sets() const { return shared() ? request.kv.kv_heads : request.kv.query_heads; }
+  int num_sets() const { return shared() ? request.kv.kv_heads : request.kv.query_heads(); }
   /// Scores that order the tokens of a selection, `[queries][sets][max_tokens]`. Normalising one
   /// head keeps its order, but not every last bit of it.
   const float* order() const {
-    const bool combines = per_sequence() || (shared() && request.kv.group() > 1);
+    const bool combines = per_sequence() || (shared() && request.kv.group > 1);
     return combines ? workspace.combined : workspace.scores;
   }
   unsigned num_tiles() const {

@@ -54,7 +54,7 @@ __global__ __launch_bounds__(kFusedThreads, 1) void score_collisions(
   const auto query_index = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.z);
   const unsigned part = blockIdx.x;
-  const int group = request.kv.group();
+  const int group = request.kv.group;
   const std::int64_t group_index = std::int64_t{query_index} * request.kv.kv_heads + kv_head;
   TileReader reader(args, kv_head);
   FusedShare started(0, 0, 0, 1);
@@ -103,7 +103,7 @@ __device__ void read_references(const FilterArgs& args, const FusedWork& work, u
   const int head = static_cast<int>(threadIdx.x) / 32;
   const unsigned lane = threadIdx.x % 32;
   if (head >= kValueHeads) return;
-  const int group = args.request.kv.group();
+  const int group = args.request.kv.group;
   const float2* sums = args.filter.fused_sums + work.group_index * parts * group + head;
   float total = 0.0F;
   for (unsigned part = lane; head < group && part < parts; part += 32) {
@@ -123,9 +123,9 @@ __global__ __launch_bounds__(kSetThreads, 1) void choose_collisions(
   extern __shared__ __align__(128) std::byte dynamic[];
   __shared__ __align__(16) SetShared shared;
   const auto query_index = static_cast<int>(blockIdx.y);
-  const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
-  const unsigned rank = blockIdx.x % shape.blocks;
-  const int group = args.request.kv.group();
+  const int kv_head = small_quotient(static_cast<int>(blockIdx.x), static_cast<int>(shape.blocks));
+  const unsigned rank = blockIdx.x - static_cast<unsigned>(kv_head) * shape.blocks;
+  const int group = args.request.kv.group;
   if (threadIdx.x == 0) {
     shared.round_inbox.open();
     shared.list_inbox.open();
@@ -231,7 +231,7 @@ void enqueue_soft_heads(cudaStream_t stream, const FilterArgs& args, const Selec
   const SelectRequest& request = args.request;
   const auto heads = static_cast<unsigned>(request.kv.kv_heads);
   const auto num_queries = static_cast<unsigned>(request.query_batch.count);
-  const auto score = request.kv.group() <= 2 ? score_collisions<2> : score_collisions<kValueHeads>;
+  const auto score = request.kv.group <= 2 ? score_collisions<2> : score_collisions<kValueHeads>;
   allow_choice(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
   const CollisionShape shape{.parts = plan.parts,
                              .blocks = plan.blocks,

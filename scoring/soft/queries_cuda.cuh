@@ -25,15 +25,15 @@ struct CollisionTables {
 __device__ inline void post_chances(const FilterArgs& args, const FusedInput& input,
                                     int query_index, int kv_head, const BlockExchange& peers,
                                     const FusedPlanes& share, FusedTables& tables) {
-  const int group = args.request.kv.group();
+  const int group = args.request.kv.group;
   const auto dim = static_cast<float>(args.request.planes.head_dim);
   const float scale = 1.0F / (sqrtf(dim) * args.request.params.tau);
   const int staged =
       bring_heads(args, input, query_index, kv_head, kP10L60Bits, peers, share, tables);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < share.count * group; i += share.workers) {
-    const int plane = i / group;
-    const int head = i % group;
+    const int plane = small_quotient(i, group);
+    const int head = i - plane * group;
     const PlaneChances chances =
         plane_chances(project(args, share, staged, kP10L60Bits, plane, head, tables), scale);
     const int place = head * kP10L60Bits + share.first + plane;

@@ -57,7 +57,7 @@ __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
   } else {
     start_early();
   }
-  fetch_chances<kHeads>(request.kv.group(), peers, tables);
+  fetch_chances<kHeads>(request.kv.group, peers, tables);
   if (projects) start_early();
   make_pairs<kHeads>(tables, pairs);
   if (input.after_append) transfer::cuda::wait_for_previous();
@@ -71,7 +71,7 @@ template <int kHeads>
 __device__ void score_tokens(const FilterArgs& args, const FusedWork& work, TileReader& reader,
                              const std::uint32_t* pairs, float* values,
                              WarpTotals<kHeads>& warp_sums) {
-  const int stride = value_stride(kHeads, args.request.kv.group());
+  const int stride = value_stride(kHeads, args.request.kv.group);
   const SumWeigher weigher(args.request.params);
   float totals[kHeads] = {};
   std::int64_t token = 0;
@@ -102,7 +102,7 @@ __device__ void exchange_totals(const FilterArgs& args, const FusedWork& work,
                                 FusedShared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32;
-  const int group = args.request.kv.group();
+  const int group = args.request.kv.group;
   __syncthreads();  // the sums of all warps are there
   if (head < group) {
     float total = warp_sum(lane < kFusedWarps ? warp_sums[lane % kFusedWarps][head] : 0.0F);
@@ -186,8 +186,8 @@ __global__ __launch_bounds__(kFusedThreads + kAppendRoom, 1) void select_collisi
   __shared__ WarpTotals<kHeads> warp_sums;
   __shared__ FusedRows rows;
   const auto query_index = static_cast<int>(blockIdx.y);
-  const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
-  const unsigned rank = blockIdx.x % shape.blocks;
+  const int kv_head = small_quotient(static_cast<int>(blockIdx.x), static_cast<int>(shape.blocks));
+  const unsigned rank = blockIdx.x - static_cast<unsigned>(kv_head) * shape.blocks;
   auto* const pairs = reinterpret_cast<std::uint32_t*>(dynamic);
   std::byte* const after = dynamic + table_bytes(kHeads);
   auto* const values = reinterpret_cast<float*>(after);
@@ -213,7 +213,7 @@ __global__ __launch_bounds__(kFusedThreads + kAppendRoom, 1) void select_collisi
       reader.start(work.plan.blocks, share.first, share.last);
     score_tokens<kHeads>(args, work, reader, pairs, values, warp_sums);
     exchange_totals<kHeads>(args, work, peers, warp_sums, shared);
-    write_keys<kHeads>(work, args.request.kv.group(), values, shared, keys);
+    write_keys<kHeads>(work, args.request.kv.group, values, shared, keys);
     TaggedWord* const posted = kAttends ? posted_ids(args, work.group_index) : nullptr;
     choose_best<ValueBins>(args, work, peers, keys, posted,
                            *reinterpret_cast<ChoiceExchange*>(pairs), shared);
@@ -267,9 +267,8 @@ bool plan_soft(const SelectShape& shape, const DeviceLimits& device, SelectionPl
 void enqueue_soft(cudaStream_t stream, const FilterArgs& args, const SelectionPlan& plan) {
   const SelectRequest& request = args.request;
   const bool attends = request.attend != nullptr;
-  const SelectKernel kernel = heads_of(request.kv.group()) == 2
-                                  ? select_kernel<2>(attends)
-                                  : select_kernel<kPairHeads>(attends);
+  const SelectKernel kernel = heads_of(request.kv.group) == 2 ? select_kernel<2>(attends)
+                                                              : select_kernel<kPairHeads>(attends);
   const FusedInput input = fused_input(request);
   int bytes = plan.bytes;
   const FusedAttention attention = fused_attention(request, bytes);

@@ -276,7 +276,7 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const ScoreParams& 
       offsets[quad] = recall->offsets[quad * 4 + lane % 4];
     }
   }
-  const float of_group = 1.0F / static_cast<float>(args.request.kv.group());
+  const float of_group = 1.0F / static_cast<float>(args.request.kv.group);
   unsigned counted = 0;
   // Of few tokens a tile for each warp, so that all have some.
   const int tiles = found.count <= kFusedWarps * kFusedTile ? 1 : kUnitTiles;

@@ -28,7 +28,7 @@ __device__ void add_static(const FilterArgs& args, const FusedWork& work,
                            const BlockExchange& peers, bool weighted, float* memory,
                            StreamQueries& queries, float* log_sums) {
   const transfer::KvGeometry& kv = args.request.kv;
-  const int group = kv.group();
+  const int group = kv.group;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const float* const from =
@@ -105,7 +105,7 @@ __device__ void add_parts(const FilterArgs& args, const StreamParts& parts, bool
   const auto part_of = [&](int block) {
     return __ldcg(args.filter.stream_sums + (parts.index + block) * kMaxGroup + head);
   };
-  const bool summed = head < args.request.kv.group();
+  const bool summed = head < args.request.kv.group;
   // Reads of both are under way together.
   float2 part{kLowestValue, 0.0F};
   if (summed && parts.first + lane <= parts.last) part = part_of(parts.first + lane);
@@ -145,7 +145,7 @@ __device__ void add_value_parts(const FilterArgs& args, const StreamParts& parts
   const int head = static_cast<int>(threadIdx.x) / 32;
   uint4 bins{};
   if (counts) bins = sum_counts<false>(args, parts);
-  if (head < args.request.kv.group()) {
+  if (head < args.request.kv.group) {
     float total = 0.0F;
     float share = 1.0F;
     for (int block = parts.first + lane; block <= parts.last; block += 32) {
@@ -284,7 +284,7 @@ __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& wor
                                     const BlockExchange& peers, int& round, ChoiceMemory& memory,
                                     StreamQueries& queries, RecallShared& recall,
                                     FusedShared& shared) {
-  const int group = args.request.kv.group();
+  const int group = args.request.kv.group;
   const std::int64_t eligible = work.plan.end - work.plan.begin;
   if (threadIdx.x < kFusedHeads) recall.statics[threadIdx.x] = -INFINITY;
   add_static(args, work, peers, false, reinterpret_cast<float*>(&memory), queries, recall.statics);
@@ -324,7 +324,7 @@ __device__ void count_read(const FilterArgs& args, const FusedWork& work) {
   if (work.empty()) args.selection.counts[work.group_index] = 0;
   if (work.empty() || request.flags == nullptr) return;
   const hashing::SketchGeometry first{.kv_heads = request.kv.kv_heads,
-                                      .num_planes = request.params.num_planes};
+                                      .num_planes = request.params.num_planes()};
   const auto bytes = (work.plan.end - work.plan.begin) * first.token_bytes() +
                      work.plan.k * request.sketch.token_bytes();
   atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->sketch_bytes),
@@ -372,7 +372,7 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
                       [[maybe_unused]] const ScoreParams& second, FusedShared& shared) {
   using Keys = typename Kernel::Keys;
   const ScoreParams& params = args.request.params;
-  const int group = args.request.kv.group();
+  const int group = args.request.kv.group;
   const bool prioritised = params.rule == SelectionRule::kPriority;
   const bool bounded = !kRecall && !kTwice && prioritised && params.threshold > 0.0F;
   const std::int64_t eligible = work.plan.end - work.plan.begin;
@@ -446,7 +446,7 @@ __device__ int choose_values(const FilterArgs& args, const FusedWork& work,
   const ApproximateKeys approximate(args, work);
   load_pairs<kHeads>(args, work.group_index, pairs);
   add_value_parts(args, parts, chooses, shared);
-  const KeyError error = value_error(args.request.kv.group(), queries, shared);
+  const KeyError error = value_error(args.request.kv.group, queries, shared);
   int least = 1;
   int certain = kNeverCertain;
   if (chooses) {
@@ -483,8 +483,8 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
   __shared__ __align__(16) StreamQueries queries;
   __shared__ FusedRows rows;
   const auto query_index = static_cast<int>(blockIdx.y);
-  const auto kv_head = static_cast<int>(blockIdx.x / shape.blocks);
-  const unsigned rank = blockIdx.x % shape.blocks;
+  const int kv_head = small_quotient(static_cast<int>(blockIdx.x), static_cast<int>(shape.blocks));
+  const unsigned rank = blockIdx.x - static_cast<unsigned>(kv_head) * shape.blocks;
   shared.bins[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.chosen_before = 0;
   transfer::cuda::wait_for_previous();
@@ -548,7 +548,7 @@ bool stream_serves(const SelectShape& shape) {
   if (params.coarse_bits > 0) {
     // Columns of the first phase are turned into those of the second by words.
     const ScoreParams first = coarse_phase(params);
-    return params.query_bits == 4 && params.query_planes() % 32 == 0 && one_set(shape) &&
+    return params.query_bits == 4 && params.projections % 32 == 0 && one_set(shape) &&
            first.weight_bits() == 4 && sign_chunks(first) == 1 &&
            params.weight_bits() <= kFusedMostBits && sign_chunks(params) <= kFusedChunks;
   }

@@ -44,7 +44,7 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
                                        WarpTotals<kHeads>& of_warps,
                                        WarpTotals<kHeads>& shares_of_warps) {
   const SumWeigher weigher(args.request.params);
-  const CollisionSum<kHeads> combine(args.request.kv.group(), work.end - work.begin, references);
+  const CollisionSum<kHeads> combine(args.request.kv.group, work.end - work.begin, references);
   std::uint16_t* const keys = args.filter.stream_keys + work.group_index * args.max_tokens;
   float totals[kHeads] = {};
   float shares[kHeads];
@@ -138,7 +138,7 @@ __global__ __launch_bounds__(kFusedThreads,
     // Pairs of a group and a block that has units of it, in order, differ in this sum.
     const std::int64_t part = work.group_index + block;
     args.filter.stream_counts[part * 2 * kFusedBins + thread] = bins[thread];
-    if (thread < args.request.kv.group()) {
+    if (thread < args.request.kv.group) {
       float share = 1.0F;
       for (const auto& of_warp : shares_of_warps) share = fminf(share, of_warp[thread]);
       args.filter.stream_sums[part * kMaxGroup + thread] = {share, block_total(of_warps, thread)};

@@ -60,7 +60,7 @@ inline constexpr int __host__ __device__ group_pair_bytes(int heads) {
 /// Calls `visit` with the `CollisionKernel` that serves a request, and returns what it returns.
 template <typename Visit>
 auto visit_collision_shape(const SelectRequest& request, const Visit& visit) {
-  const int group = request.kv.group();
+  const int group = request.kv.group;
   if (group <= 2) return visit(CollisionKernel<2>{});
   if (group <= 4) return visit(CollisionKernel<4>{});
   if (group <= 8) return visit(CollisionKernel<8>{});
@@ -79,7 +79,7 @@ auto visit_collision_shape(const SelectRequest& request, const Visit& visit) {
 /// Fills `pairs` with the tables of a group. All threads; no barrier.
 template <int kHeads>
 __device__ void load_pairs(const FilterArgs& args, std::int64_t group_index, std::uint32_t* pairs) {
-  const int group = args.request.kv.group();
+  const int group = args.request.kv.group;
 #pragma unroll 1
   for (int first = 0; first < kHeads; first += kPairHeads) {
     const P10L60Entries entries(args.tables, group_index * group + first, group - first);
@@ -175,7 +175,7 @@ __device__ void write_exact_keys(const FilterArgs& args, const FusedWork& work,
     count = static_cast<int>(shared.list_count);
   }
   const SumWeigher weigher(args.request.params);
-  const CollisionSum<kHeads> combine(args.request.kv.group(), work.plan.end - work.plan.begin,
+  const CollisionSum<kHeads> combine(args.request.kv.group, work.plan.end - work.plan.begin,
                                      shared.references);
   const auto entry_at = [&](int i) {
     const int at = min(i, count - 1);

@@ -23,7 +23,7 @@ __global__ __launch_bounds__(kFusedThreads,
   const auto kv_head = static_cast<int>(blockIdx.y);
   const MissedItem& item = batch[query_index];
   if (item.missed == nullptr) return;
-  const int group = args.request.kv.group();
+  const int group = args.request.kv.group;
   const FusedWork work(args, query_index, kv_head, 0, 1);
   HeadEstimate* const estimates = args.estimates + work.group_index * group;
   const int chunks = kChunks > 0 ? kChunks : sign_chunks(args.request.params);

@@ -229,7 +229,7 @@ __device__ inline RecallSums block_recall(const RecallParts* parts, int head) {
 /// with a barrier.
 __device__ inline void make_references(const FilterArgs& args, const RecallParts* parts,
                                        StreamQueries& queries) {
-  const int group = args.request.kv.group();
+  const int group = args.request.kv.group;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32;
   static_assert(kFusedWarps >= kMaxGroup);
@@ -391,7 +391,7 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
   counts[0] = bins[threadIdx.x];
   if constexpr (kRecall) counts[kFusedBins] = bins[kFusedBins + threadIdx.x];
   const int head = warp;
-  if (head < args.request.kv.group()) {
+  if (head < args.request.kv.group) {
     const FusedSum total = sum_of_block(queries, head);
     if (lane == 0) args.filter.stream_sums[part * kMaxGroup + head] = {total.most, total.sum};
     if constexpr (kRecall) {
@@ -529,7 +529,7 @@ void enqueue_stream_pass(cudaStream_t stream, const FilterArgs& args) {
   const SelectRequest& request = args.request;
   const FusedInput input = fused_input(request);
   const int chunks = sign_chunks(request.params);
-  const int least_tables = StreamTables::planes_at(request.kv.group(), request.planes.head_dim,
+  const int least_tables = StreamTables::planes_at(request.kv.group, request.planes.head_dim,
                                                    projections_of(request.params, chunks)) +
                            StreamTables::kLeastPlaneBytes;
   const auto launch = [&](auto kernel, int stages) {

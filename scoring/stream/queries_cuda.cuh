@@ -33,13 +33,14 @@ class StreamQueryMaker {
         input_(input),
         chunks_(chunks),
         dim_(args.request.planes.head_dim),
-        all_(projections_of(args, chunks)),
+        all_(projections_of(args.request.params, chunks)),
         queries_(reinterpret_cast<float*>(memory)) {
-    const int group = args.request.kv.group();
+    const int group = args.request.kv.group;
     const int planes_at = StreamTables::planes_at(group, dim_, all_);
     products_ = reinterpret_cast<float*>(memory + StreamTables::products_at(group, dim_));
     planes_ = memory + planes_at;
-    at_once_ = min((bytes - planes_at) / plane_pitch(dim_), args.request.params.query_planes());
+    at_once_ =
+        min(small_quotient(bytes - planes_at, plane_pitch(dim_)), args.request.params.projections);
   }
 
   /// Starts to copy the first planes, which no kernel writes. The memory is free.
@@ -50,8 +51,8 @@ class StreamQueryMaker {
   template <int kBits, int kGroups, typename Meanwhile>
   __device__ void make(int query_index, int kv_head, const Meanwhile& meanwhile,
                        StreamQueries& queries) const {
-    const int group = args_.request.kv.group();
-    const int num_planes = args_.request.params.query_planes();
+    const int group = args_.request.kv.group;
+    const int num_planes = args_.request.params.projections;
     const auto thread = static_cast<int>(threadIdx.x);
     load_heads(query_index, kv_head);
     for (int i = thread; i < kStreamColumns; i += kFusedThreads) queries.columns[i] = 0;
@@ -73,7 +74,7 @@ class StreamQueryMaker {
 #pragma unroll 1
       for (int i = thread; i < count * group; i += kFusedThreads) {
         // The lanes of a warp have neighbouring planes, and read the head together.
-        const int head = i / count;
+        const int head = small_quotient(i, count);
         const int plane = i - head * count;
         const float product = project(planes_ + plane * plane_pitch(dim_),
                                       queries_ + head * FusedTables::query_pitch(dim_), dim_);
@@ -91,11 +92,12 @@ class StreamQueryMaker {
   __device__ void copy_planes(int first) const {
     const hashing::PlanesView& planes = args_.request.planes;
     const int pieces = dim_ / kPiece;
-    const int count = min(at_once_, args_.request.params.query_planes() - first);
+    const int count = min(at_once_, args_.request.params.projections - first);
     const unsigned to = transfer::cuda::shared_address(planes_);
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < count * pieces; i += kFusedThreads) {
-      const int plane = i / pieces;
-      const int piece = i % pieces;
+      const int plane = small_quotient(i, pieces);
+      const int piece = i - plane * pieces;
       transfer::cuda::copy_async_16(
           to + static_cast<unsigned>(plane * plane_pitch(dim_) + piece * 2 * kPiece),
           planes.bf16 + std::int64_t{first + plane} * dim_ + piece * kPiece, true);
@@ -104,12 +106,13 @@ class StreamQueryMaker {
   }
   /// Brings the heads to shared memory; a barrier must follow.
   __device__ void load_heads(int query_index, int kv_head) const {
-    const int group = args_.request.kv.group();
+    const int group = args_.request.kv.group;
     const int pieces = dim_ / kPiece;
     const transfer::QueryItem& item = input_.items[query_index];
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < group * pieces; i += kFusedThreads) {
-      const int head = i / pieces;
-      const int piece = i % pieces;
+      const int head = small_quotient(i, pieces);
+      const int piece = i - head * pieces;
       float x[kPiece];
       transfer::cuda::load_floats(item, kv_head * group + head, piece, x);
       transfer::cuda::store_floats(
@@ -121,9 +124,9 @@ class StreamQueryMaker {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int head = static_cast<int>(threadIdx.x) / 32;
     static_assert(kFusedWarps >= kMaxGroup);
-    if (head >= args_.request.kv.group()) return;
+    if (head >= args_.request.kv.group) return;
     float largest = 0.0F;
-    for (int i = lane; i < args_.request.params.query_planes(); i += 32) {
+    for (int i = lane; i < args_.request.params.projections; i += 32) {
       largest = fmaxf(largest, fabsf(products_[head * all_ + i]));  // NaN does not count
     }
     float square = 0.0F;
@@ -141,7 +144,7 @@ class StreamQueryMaker {
   template <int kBits>
   __device__ void write_weights(StreamQueries& queries) const {
     const ScoreParams& params = args_.request.params;
-    const int group = args_.request.kv.group();
+    const int group = args_.request.kv.group;
     const float levels = weight_levels(params.query_bits);
     static_assert(kBits % 2 == 0);
     write_weight_columns<kBits>(params, group, 0, chunks_, all_, levels, products_, queries.largest,
@@ -169,7 +172,7 @@ class StreamQueryMaker {
 /// infinity. The last blocks of the launch have a row each. All threads.
 __device__ inline void pack_rows(const FilterArgs& args, const FusedInput& input) {
   if (input.queries == nullptr) return;
-  const int heads = args.request.kv.query_heads;
+  const int heads = args.request.kv.query_heads();
   const int dim = args.request.planes.head_dim;
 #pragma unroll 1
   for (int query_index = static_cast<int>(gridDim.x - 1 - blockIdx.x);

@@ -51,7 +51,7 @@ __device__ inline void weigh_heads(const FilterArgs& args, const FusedWork& work
   constexpr float kLn2 = 0.69314718F;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32;
-  const int group = args.request.kv.group();
+  const int group = args.request.kv.group;
   __syncthreads();
   if (head < group) {
     const RecallSums sums = sum_recall(args, work.group_index, head);

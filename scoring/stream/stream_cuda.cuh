@@ -341,7 +341,7 @@ struct StreamGroup {
     constexpr int kProducts = kFusedMostBits / 2;
     const auto thread = static_cast<int>(threadIdx.x);
     const int chunks = sign_chunks(whole);
-    const int words = whole.query_planes() / 32;  // of the planes of one bit of the code
+    const int words = whole.projections / 32;  // of the planes of one bit of the code
     for (int i = thread; i < quads * chunks * kProducts * 32; i += kFusedThreads) {
       const int product = i / 32 % kProducts;
       const int chunk = i / 32 / kProducts % chunks;
@@ -349,7 +349,8 @@ struct StreamGroup {
       const int column = i % 32 / kWordsPerChunk;
       const int word = chunk * kWordsPerChunk + i % kWordsPerChunk;
       // Times 2^n is n bits further; those above are the sign.
-      const int bit = product * 2 + column % 2 - (whole.code_bits - 1 - word / words);
+      const int bit =
+          product * 2 + column % 2 - (whole.code_bits - 1 - small_quotient(word, words));
       std::uint32_t set = 0;
       if (bit >= 0 && word < whole.code_bits * words) {
         const int from = min(bit, kBits - 1);
@@ -498,7 +499,7 @@ struct StreamKernel {
 /// Calls `visit` with the `StreamKernel` that serves a request, and returns what it returns.
 template <typename Visit>
 auto visit_stream_shape(const SelectRequest& request, const Visit& visit) {
-  const int quads = (request.kv.group() + 3) / 4;
+  const int quads = (request.kv.group + 3) / 4;
   const int chunks = sign_chunks(request.params);
   const int bits = stream_weight_bits(request.params);
   if (quads == 1) {
@@ -521,7 +522,7 @@ auto visit_stream_shape(const SelectRequest& request, const Visit& visit) {
 /// The same of the first of two phases, of one chunk of planes and weights of 4 bits.
 template <typename Visit>
 auto visit_phase_shape(const SelectRequest& request, const Visit& visit) {
-  const int quads = (request.kv.group() + 3) / 4;
+  const int quads = (request.kv.group + 3) / 4;
   if (quads == 1) return visit(StreamKernel<1, 1, 4>{});
   return quads == 2 ? visit(StreamKernel<2, 0, 8>{}) : visit(StreamKernel<4, 0, 8>{});
 }
@@ -530,7 +531,7 @@ auto visit_phase_shape(const SelectRequest& request, const Visit& visit) {
 /// less.
 template <typename Visit>
 auto visit_recall_shape(const SelectRequest& request, const Visit& visit) {
-  const bool wide = request.kv.group() > 4;
+  const bool wide = request.kv.group > 4;
   const int bits = stream_weight_bits(request.params);
   if (bits == 4 && sign_chunks(request.params) == 2) {
     return wide ? visit(StreamKernel<2, 2, 4>{}) : visit(StreamKernel<1, 2, 4>{});

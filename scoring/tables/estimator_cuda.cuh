@@ -7,12 +7,11 @@
 /// What the kernels that build tables share, so that they build the same.
 namespace kvtier::scoring::cuda {
 
-/// Writes the weight of a plane to the entries of all bits that have it, `query_planes` apart: in a
+/// Writes the weight of a plane to the entries of all bits that have it: in a
 /// scalar code every plane of bits, times its significance.
 __device__ inline void write_weight(const ScoreParams& params, float weight, float* entries) {
-  const int planes = params.query_planes();
-  for (int bit = 0; bit < params.num_planes; bit += planes) {
-    entries[bit] = weight * static_cast<float>(params.significance(bit));
+  for (int t = 0; t < params.planes_of_projection(); ++t) {
+    entries[t * params.projections] = weight * static_cast<float>(params.significance(t));
   }
 }
 

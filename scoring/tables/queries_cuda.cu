@@ -118,11 +118,11 @@ __device__ void load_planes(const hashing::PlanesView& planes, const Part& part,
   const int pieces = planes.head_dim / kPiece;
   const unsigned base = transfer::cuda::shared_address(to);
   for (int i = static_cast<int>(threadIdx.x); i < part.planes * pieces; i += kThreads) {
-    const int plane = i / pieces;
+    const int plane = small_quotient(i, pieces);
+    const int piece = i - plane * pieces;
     transfer::cuda::copy_async_16(
-        base + static_cast<unsigned>(plane * pitch + i % pieces * 2 * kPiece),
-        planes.bf16 + std::int64_t{part.first_plane + plane} * planes.head_dim +
-            i % pieces * kPiece,
+        base + static_cast<unsigned>(plane * pitch + piece * 2 * kPiece),
+        planes.bf16 + std::int64_t{part.first_plane + plane} * planes.head_dim + piece * kPiece,
         true);
   }
   transfer::cuda::copy_async_commit();
@@ -139,21 +139,24 @@ __device__ int read_heads(const QueryArgs& args, const Part& part, unsigned rank
   int nonfinite = 0;
   if (part.head == 0 && rank == kClusterBlocks - 1) {
     for (int i = static_cast<int>(threadIdx.x); i < args.query_heads * pieces; i += kThreads) {
-      const HeadSource source = transfer::cuda::head_source(item.query, item.token, i / pieces);
+      const int head = small_quotient(i, pieces);
+      const HeadSource source = transfer::cuda::head_source(item.query, item.token, head);
       float x[kPiece];
-      transfer::cuda::to_floats(transfer::cuda::load_piece(source, i % pieces), source.dtype, x);
+      transfer::cuda::to_floats(transfer::cuda::load_piece(source, i - head * pieces), source.dtype,
+                                x);
       for (const float value : x) nonfinite |= isfinite(value) ? 0 : 1;
     }
   }
   for (int i = static_cast<int>(threadIdx.x); i < (part.heads + 1) / 2 * 2 * pieces;
        i += kThreads) {
-    const int head = i / pieces;
-    const int at = i % pieces * kPiece;
+    const int head = small_quotient(i, pieces);
+    const int piece = i - head * pieces;
+    const int at = piece * kPiece;
     float x[kPiece] = {};
     if (head < part.heads) {
       const HeadSource source =
           transfer::cuda::head_source(item.query, item.token, part.head + head);
-      transfer::cuda::to_floats(transfer::cuda::load_piece(source, i % pieces), source.dtype, x);
+      transfer::cuda::to_floats(transfer::cuda::load_piece(source, piece), source.dtype, x);
     }
     auto* local = reinterpret_cast<float4*>(&shared.query[head][at]);
     local[0] = {x[0], x[1], x[2], x[3]};
@@ -171,8 +174,9 @@ __device__ void write_heads(const QueryArgs& args, const Part& part, unsigned ra
   const std::int64_t first_head = std::int64_t{part.query_index} * args.query_heads + part.head;
   for (int i = static_cast<int>(threadIdx.x); i < part.heads * pieces; i += kThreads) {
     if (static_cast<unsigned>(i) % kClusterBlocks != rank) continue;
+    const int head = small_quotient(i, pieces);
     const auto* local =
-        reinterpret_cast<const float4*>(&shared.query[i / pieces][i % pieces * kPiece]);
+        reinterpret_cast<const float4*>(&shared.query[head][(i - head * pieces) * kPiece]);
     auto* global = reinterpret_cast<float4*>(args.queries + (first_head * pieces + i) * kPiece);
     global[0] = local[0];
     global[1] = local[1];
@@ -215,8 +219,9 @@ __device__ void project_heads(const QueryArgs& args, const Part& part, unsigned 
   const float scale = 1.0F / (sqrtf(static_cast<float>(dim)) * args.params.tau);
   for (int unit = static_cast<int>(threadIdx.x / 32);
        unit < part.plane_warps * ((part.heads + 1) / 2); unit += kWarps) {
-    const int slice = unit % part.plane_warps;
-    const int head = unit / part.plane_warps * 2;
+    const int pair = small_quotient(unit, part.plane_warps);
+    const int slice = unit - pair * part.plane_warps;
+    const int head = pair * 2;
     const int plane = slice * 32 + lane;
     const bool present = plane < part.planes;
     float2 sums{0.0F, 0.0F};
@@ -285,8 +290,8 @@ __device__ void write_soft_tables(const QueryArgs& args, const Part& part,
   const int row = (1 << high_bits) + (1 << low_bits);
   for (int i = static_cast<int>(threadIdx.x / 32); i < part.heads * part.units * 2; i += kWarps) {
     const bool high = i % 2 == 0;
-    const int table = i / 2 % part.units;
-    const int head = i / 2 / part.units;
+    const int head = small_quotient(i / 2, part.units);
+    const int table = i / 2 - head * part.units;
     const int bits = high ? high_bits : low_bits;
     const float2* factors =
         &shared.planes[head][table * args.params.planes_per_table + (high ? 0 : high_bits)];
@@ -339,8 +344,9 @@ __device__ void write_weights(const QueryArgs& args, const Part& part, int turn,
   const bool integers = args.params.query_bits > 0;
   const float levels = integers ? weight_levels(args.params.query_bits) : 1.0F;
   for (int i = static_cast<int>(threadIdx.x / 32); i < part.heads * part.plane_warps; i += kWarps) {
-    const int head = i / part.plane_warps;
-    const int plane = i % part.plane_warps * 32 + static_cast<int>(threadIdx.x % 32);
+    const int head = small_quotient(i, part.plane_warps);
+    const int slice = i - head * part.plane_warps;
+    const int plane = slice * 32 + static_cast<int>(threadIdx.x % 32);
     const float largest = largest_weight(part, turn, head, shared);
     if (plane >= part.planes) continue;
     float weight = shared.planes[head][plane].x;
@@ -408,8 +414,8 @@ __global__ void __launch_bounds__(kThreads)
   int turn = 0;  // Slots of one turn are read while those of the next are written.
   for (int group = static_cast<int>(blockIdx.x) / kClusterBlocks; group < args.num_groups;
        group += clusters, turn ^= 1) {
-    part.query_index = group / args.head_groups;
-    part.head = group % args.head_groups * kHeads;
+    part.query_index = small_quotient(group, args.head_groups);
+    part.head = (group - part.query_index * args.head_groups) * kHeads;
     part.heads = min(args.query_heads - part.head, kHeads);
     const int nonfinite = read_heads(args, part, rank, shared);
     transfer::cuda::copy_async_wait<0>();
@@ -444,15 +450,15 @@ __global__ void __launch_bounds__(kThreads)
 
 bool reads_queries_at_once(const ScoreParams& params, const QueryInput& input) {
   const int most = params.estimator == Estimator::kNormAware ? kMostHeads : kMostCollisionHeads;
-  return input.items.count * input.kv.query_heads <= most && transfer::cuda::overlaps_kernels();
+  return input.items.count * input.kv.query_heads() <= most && transfer::cuda::overlaps_kernels();
 }
 
 void read_queries(void* stream, const ScoreParams& params, const hashing::PlanesView& planes,
                   const QueryInput& input, float* queries, float* entries, QueryScalars* scalars) {
   if (input.items.count == 0) return;
-  const bool many = input.items.count * input.kv.query_heads >= kManyFrom;
+  const bool many = input.items.count * input.kv.query_heads() >= kManyFrom;
   const int heads = many ? kManyHeads : kFewHeads;
-  const int head_groups = (input.kv.query_heads + heads - 1) / heads;
+  const int head_groups = (input.kv.query_heads() + heads - 1) / heads;
   const bool by_plane = params.estimator == Estimator::kNormAware;
   const int units = by_plane ? params.query_planes() : params.tables;
   const int block_units = (units + kClusterBlocks - 1) / kClusterBlocks;
@@ -463,7 +469,7 @@ void read_queries(void* stream, const ScoreParams& params, const hashing::Planes
                        .entries = entries,
                        .scalars = scalars,
                        .entries_per_head = entries_per_head(params),
-                       .query_heads = input.kv.query_heads,
+                       .query_heads = input.kv.query_heads(),
                        .head_groups = head_groups,
                        .num_groups = input.items.count * head_groups,
                        .block_units = block_units,

@@ -94,7 +94,7 @@ Problem make_problem(std::uint64_t seed, DType dtype, int head_dim, int kv_heads
   std::normal_distribution<double> normal;
   Problem problem;
   problem.kv = {.kv_heads = kv_heads,
-                .query_heads = kv_heads * group,
+                .group = group,
                 .head_dim = head_dim,
                 .page_tokens = 16,
                 .sink_capacity = 8,
@@ -162,7 +162,7 @@ void bias_at_random(Problem& problem, std::uint64_t seed, int heads) {
 
 FlashDecodeLimits limits_of(const Problem& problem) {
   return {.num_queries = static_cast<int>(problem.query_tokens.size()),
-          .query_heads = problem.kv.query_heads,
+          .query_heads = problem.kv.query_heads(),
           .head_dim = problem.kv.head_dim};
 }
 
@@ -285,14 +285,14 @@ AttentionTest::Placed AttentionTest::place(const Problem& problem) {
   request.flags = new (placed.flags.data()) transfer::StepFlags{};
   if (!problem.selected.empty()) place_selection(problem, placed);
 
-  const std::int64_t row_elements = problem.kv.query_heads * problem.head_stride();
+  const std::int64_t row_elements = problem.kv.query_heads() * problem.head_stride();
   const auto element = static_cast<std::int64_t>(dtype_bytes(problem.out_dtype));
   const std::size_t rows = problem.query_tokens.size();
   placed.out = allocate<std::byte>(rows * static_cast<std::size_t>(row_elements * element));
-  placed.lse = allocate<float>(rows * static_cast<std::size_t>(problem.kv.query_heads));
+  placed.lse = allocate<float>(rows * static_cast<std::size_t>(problem.kv.query_heads()));
   for (std::size_t r = 0; r < rows; ++r) {
     const auto query_index = static_cast<std::int64_t>(r);
-    float* lse = placed.lse.as<float>() + query_index * problem.kv.query_heads;
+    float* lse = placed.lse.as<float>() + query_index * problem.kv.query_heads();
     placed.outputs.push({.out = placed.out.data() + query_index * row_elements * element,
                          .dtype = problem.out_dtype,
                          .head_stride = problem.head_stride(),
@@ -306,7 +306,7 @@ Outcome AttentionTest::download_outcome(const Problem& problem, const Placed& pl
   Outcome outcome;
   const std::size_t element = dtype_bytes(problem.out_dtype);
   const std::size_t heads =
-      problem.query_tokens.size() * static_cast<std::size_t>(problem.kv.query_heads);
+      problem.query_tokens.size() * static_cast<std::size_t>(problem.kv.query_heads());
   const std::size_t count = heads * static_cast<std::size_t>(problem.head_stride());
   outcome.bytes = download<std::byte>(placed.out.data(), count * element);
   for (std::size_t i = 0; i < count; ++i) {
@@ -336,8 +336,8 @@ void AttentionTest::expect_oracle(const Problem& problem) {
   for (std::size_t query_index = 0; query_index < problem.query_tokens.size(); ++query_index) {
     const SequenceData& data =
         problem.sequences[static_cast<std::size_t>(problem.query_tokens[query_index].sequence)];
-    for (int head = 0; head < problem.kv.query_heads; ++head) {
-      const auto at = query_index * static_cast<std::size_t>(problem.kv.query_heads) +
+    for (int head = 0; head < problem.kv.query_heads(); ++head) {
+      const auto at = query_index * static_cast<std::size_t>(problem.kv.query_heads()) +
                       static_cast<std::size_t>(head);
       const std::int64_t base = head / problem.group() * data.length * problem.kv.head_dim;
       const oracle::KvView view{data.keys.data() + base, data.values.data() + base,

@@ -48,7 +48,7 @@ struct Problem {
   std::int64_t out_padding = 0;  ///< Elements between the outputs of two heads.
   bool with_lse = true;
 
-  [[nodiscard]] int group() const { return kv.group(); }
+  [[nodiscard]] int group() const { return kv.group; }
   [[nodiscard]] std::int64_t head_stride() const { return kv.head_dim + out_padding; }
   [[nodiscard]] std::vector<std::int64_t> static_tokens(std::size_t query_index) const;
   /// Tokens that a query head attends, by the rules and by the selection.

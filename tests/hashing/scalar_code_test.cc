@@ -83,11 +83,8 @@ class ScalarCodeTest : public testing::BackendTest {
     for (std::int64_t b = 0; b < blocks; ++b) table.push_back(memory.data() + b * block_bytes);
     const transfer::Buffer device_table = upload(table);
     const transfer::Buffer packed = upload(rows.bits);
-    const transfer::KvGeometry kv{.kv_heads = kKvHeads,
-                                  .query_heads = kKvHeads,
-                                  .head_dim = rows.head_dim,
-                                  .page_tokens = 64,
-                                  .dtype = rows.dtype};
+    const transfer::KvGeometry kv{
+        .kv_heads = kKvHeads, .head_dim = rows.head_dim, .page_tokens = 64, .dtype = rows.dtype};
     std::int64_t length = 0;
     for (const std::int64_t piece : pieces) {
       const std::vector<transfer::SequenceCounters> counters{

@@ -124,7 +124,6 @@ class SketchTest : public testing::BackendTest {
   void sketch(const Planes& planes, const Rows& rows, const SketchBatch& batch,
               bool with_squares = false) {
     const transfer::KvGeometry kv{.kv_heads = rows.kv_heads,
-                                  .query_heads = rows.kv_heads,
                                   .head_dim = rows.head_dim,
                                   .page_tokens = 64,
                                   .dtype = rows.dtype};

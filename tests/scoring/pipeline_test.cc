@@ -22,8 +22,7 @@ class PipelineTest : public SelectorTest {
                                    PlaneKind kind, int num_planes) {
     const hashing::Planes planes(*device_, {.kind = kind, .num_planes = num_planes}, kHeadDim);
     const hashing::SketchGeometry geometry{1, num_planes};
-    const transfer::KvGeometry kv{
-        .kv_heads = 1, .query_heads = 1, .head_dim = kHeadDim, .page_tokens = 64};
+    const transfer::KvGeometry kv{.kv_heads = 1, .head_dim = kHeadDim, .page_tokens = 64};
     const std::int64_t tokens = std::ssize(rows) / (2 * kHeadDim);
     const std::int64_t blocks = (tokens + hashing::kBlockTokens - 1) / hashing::kBlockTokens;
     const transfer::Buffer memory = allocate<std::byte>(index(blocks * geometry.block_bytes()));

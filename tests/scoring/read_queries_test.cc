@@ -46,7 +46,7 @@ class ReadQueriesTest : public transfer::RowsTest {
     QueryInput input{.kv = transfer::geometry(1, shape.head_dim, 16, 0, 0),
                      .items = {},
                      .after_append = shape.after_append};
-    input.kv.query_heads = shape.query_heads;
+    input.kv.group = shape.query_heads;
     kept_.push_back(upload(std::vector<transfer::SequenceCounters>{{.length = 1000}}));
     const auto* counters = kept_.back().as<transfer::SequenceCounters>();
     for (int row = shape.rows - 1; row >= 0; --row) {
@@ -62,7 +62,7 @@ class ReadQueriesTest : public transfer::RowsTest {
 
   Read read(const ScoreParams& params, const hashing::Planes& planes, const QueryInput& input,
             bool at_once) {
-    const auto heads = index(std::int64_t{input.items.count} * input.kv.query_heads);
+    const auto heads = index(std::int64_t{input.items.count} * input.kv.query_heads());
     const std::size_t size = heads * index(entries_per_head(params));
     const transfer::Buffer queries = allocate<float>(heads * index(input.kv.head_dim));
     const transfer::Buffer entries = allocate<float>(size);
@@ -73,7 +73,7 @@ class ReadQueriesTest : public transfer::RowsTest {
     } else {
       transfer::pack_queries(*stream_, input.kv, input.items, queries.as<float>());
       build_query_tables(*stream_, params, planes.view(), queries.as<float>(), input.items.count,
-                         input.kv.query_heads, entries.as<float>(), scalars.as<QueryScalars>());
+                         input.kv.query_heads(), entries.as<float>(), scalars.as<QueryScalars>());
     }
     return {download<float>(queries.data(), heads * index(input.kv.head_dim)),
             download<float>(entries.data(), size), download<QueryScalars>(scalars.data(), heads)};

@@ -155,7 +155,7 @@ TEST_F(SelectionPlanTest, SelectsInTwoPhasesByTheStream) {
   // More bits first than one of each coordinate, or more of a query than its columns have.
   EXPECT_EQ(plan_with([](SelectShape& s) {
               s.params.code_bits = 4;
-              s.params.num_planes = 512;
+              s.params.projections = 128;
               s.params.coarse_bits = 2;
             }).path,
             SelectionPath::kGeneric);

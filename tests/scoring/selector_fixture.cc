@@ -244,7 +244,7 @@ SelectRequest SelectorTest::make_request(const Problem& problem) {
                   .recent_tokens = problem.config.recent_tokens,
                   .window_tokens = problem.config.recent_tokens};
   request.kv = {.kv_heads = problem.kv_heads,
-                .query_heads = problem.query_heads(),
+                .group = problem.query_heads() / problem.kv_heads,
                 .head_dim = planes.head_dim,
                 .page_tokens = 64};
   request.sketch = {.kv_heads = problem.kv_heads, .num_planes = planes.sketch_bits()};

@@ -88,7 +88,7 @@ struct RowSource {
 __device__ inline RowSource int8_page_source(const KvGeometry& geometry,
                                              const SequenceView& sequence, int kv_head,
                                              std::int64_t token) {
-  const std::byte* page = sequence.pages[token / geometry.page_tokens];
+  const std::byte* page = sequence.pages[geometry.page_of(token)];
   const auto row = page_row<const float>(geometry, page, kv_head, token);
   return {row.bytes, row.scales};
 }

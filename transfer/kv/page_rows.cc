@@ -117,8 +117,7 @@ void read_page_row(const KvGeometry& geometry, const std::byte* page, std::int64
 void read_row(const KvGeometry& geometry, const SequenceView& sequence, std::int64_t resident_begin,
               int kv_head, std::int64_t token, std::byte* row) {
   if (geometry.int8_pages && !row_is_resident(geometry, resident_begin, token)) {
-    return read_page_row(geometry, sequence.pages[token / geometry.page_tokens], kv_head, token,
-                         row);
+    return read_page_row(geometry, sequence.pages[geometry.page_of(token)], kv_head, token, row);
   }
   std::memcpy(row, row_address(geometry, sequence, resident_begin, kv_head, token),
               static_cast<std::size_t>(geometry.row_bytes()));
@@ -127,7 +126,7 @@ void read_row(const KvGeometry& geometry, const SequenceView& sequence, std::int
 void read_row(const KvGeometry& geometry, const SequenceView& sequence, std::int64_t resident_begin,
               int kv_head, std::int64_t token, float* row) {
   if (geometry.int8_pages && !row_is_resident(geometry, resident_begin, token)) {
-    return read_int8(geometry, sequence.pages[token / geometry.page_tokens], kv_head, token, row);
+    return read_int8(geometry, sequence.pages[geometry.page_of(token)], kv_head, token, row);
   }
   to_float(row_address(geometry, sequence, resident_begin, kv_head, token), geometry.dtype, row,
            std::int64_t{2} * geometry.head_dim);
@@ -137,7 +136,7 @@ void read_sinks(const KvGeometry& geometry, const SequenceView& sequence, std::i
   for (std::int64_t head = 0; head < geometry.kv_heads; ++head) {
     for (std::int64_t token = 0; token < tokens; ++token) {
       read_page_row(
-          geometry, sequence.pages[token / geometry.page_tokens], head, token,
+          geometry, sequence.pages[geometry.page_of(token)], head, token,
           sequence.sink_rows + (head * geometry.sink_capacity + token) * geometry.row_bytes());
     }
   }

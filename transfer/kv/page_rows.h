@@ -19,9 +19,7 @@ struct PageRow {
 template <typename Float, typename Byte>
 KVTIER_HOST_DEVICE PageRow<Byte, Float> page_row(const KvGeometry& geometry, Byte* page,
                                                  std::int64_t kv_head, std::int64_t token) {
-  const unsigned in_page =
-      static_cast<unsigned>(token) % static_cast<unsigned>(geometry.page_tokens);
-  const std::int64_t index = kv_head * geometry.page_tokens + in_page;
+  const std::int64_t index = kv_head * geometry.page_tokens + geometry.row_in_page(token);
   const std::int64_t rows = std::int64_t{geometry.kv_heads} * geometry.page_tokens;
   const std::int64_t bytes = geometry.page_row_bytes();
   return {page + index * bytes, geometry.int8_pages

@@ -54,7 +54,7 @@ class Lane {
 
  private:
   [[nodiscard]] const std::byte* page_of(std::int64_t token) const {
-    return sequence_.pages[token / geometry_.page_tokens];
+    return sequence_.pages[geometry_.page_of(token)];
   }
   [[nodiscard]] bool in_page(std::int64_t token) const {
     return !row_is_resident(geometry_, sequence_.counters->resident_begin, token);

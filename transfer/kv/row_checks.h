@@ -30,7 +30,7 @@ KVTIER_HOST_DEVICE Check* check_in_page(const KvGeometry& geometry, Byte* page, 
   const std::int64_t rows = std::int64_t{geometry.kv_heads} * geometry.page_tokens;
   const std::int64_t factors = geometry.int8_pages ? 8 : 0;
   return reinterpret_cast<Check*>(page + rows * (geometry.page_row_bytes() + factors)) +
-         std::int64_t{kv_head} * geometry.page_tokens + token % geometry.page_tokens;
+         std::int64_t{kv_head} * geometry.page_tokens + geometry.row_in_page(token);
 }
 
 /// Copies on the device of the checks in the frames of a pool, for CUDA: over the link a check
@@ -57,7 +57,7 @@ KVTIER_HOST_DEVICE inline const std::uint32_t* nearest_check(const KvGeometry& g
     return check_in_page<const std::uint32_t>(geometry, page, kv_head, token);
   }
   return frames.of_frame(geometry, page) + std::int64_t{kv_head} * geometry.page_tokens +
-         token % geometry.page_tokens;
+         geometry.row_in_page(token);
 }
 
 /// Copies the checks of a page that has come to its frame. Enqueued.

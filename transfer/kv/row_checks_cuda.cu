@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t i = pair % stored;
     const std::int64_t token = length + i;
     const std::uint32_t check = check_of_new_row(geometry, item, i, head, token);
-    auto* page = const_cast<std::byte*>(sequence.pages[token / geometry.page_tokens]);
+    auto* page = const_cast<std::byte*>(sequence.pages[geometry.page_of(token)]);
     if (lane_id() != 0) continue;
     *check_in_page<std::uint32_t>(geometry, page, head, token) = check;
     if (frames.checks == nullptr) continue;

@@ -27,7 +27,7 @@ __device__ inline ExpectedCheck expected_check(const KvGeometry& geometry,
                                                std::int64_t resident_begin, int head,
                                                std::int64_t token) {
   if (row_is_resident(geometry, resident_begin, token)) return {};
-  const std::byte* page = sequence.pages[token / geometry.page_tokens];
+  const std::byte* page = sequence.pages[geometry.page_of(token)];
   const auto* from = nearest_check(geometry, frames, page, head, token);
   ExpectedCheck expected;
   expected.place = check_of_place(token, head);
@@ -92,7 +92,7 @@ __device__ inline Reading reading_at(const KvGeometry& geometry, const RowReadin
     }
   }
   if (row_is_resident(geometry, sequence.counters->resident_begin, reading.token)) return reading;
-  reading.page = sequence.pages[reading.token / geometry.page_tokens];
+  reading.page = sequence.pages[geometry.page_of(reading.token)];
   reading.check = *nearest_check(geometry, rows.frames, reading.page, head, reading.token);
   if (geometry.int8_pages) {
     const float* scales = page_row<const float>(geometry, reading.page, head, reading.token).scales;

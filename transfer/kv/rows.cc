@@ -4,6 +4,7 @@
 #include "transfer/kv/rows_kernels.h"
 
 #include <algorithm>
+#include <bit>
 #include <cassert>
 
 namespace kvtier::transfer {
@@ -13,8 +14,9 @@ namespace {
 [[maybe_unused]] bool valid(const KvGeometry& g) {
   return (g.head_dim == 64 || g.head_dim == 96 || g.head_dim == 128 || g.head_dim == 256) &&
          (g.dtype == DType::kBFloat16 || (g.dtype == DType::kFloat16 && !g.int8_pages)) &&
-         g.kv_heads >= 1 && g.query_heads >= 1 && g.query_heads % g.kv_heads == 0 &&
-         g.page_tokens >= 1 && g.sink_capacity >= 0 && g.recent_capacity >= 0;
+         g.kv_heads >= 1 && g.group >= 1 &&
+         std::has_single_bit(static_cast<unsigned>(g.page_tokens)) && g.sink_capacity >= 0 &&
+         g.recent_capacity >= 0;
 }
 
 [[maybe_unused]] bool valid(const TokenTensor& tensor) {

@@ -83,7 +83,7 @@ void store_item(const KvGeometry& geometry, const AppendItem& item, const std::b
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t token = length + i;
       const std::byte* row = packed + (item.packed_offset + i) * geometry.kv_heads * row_bytes;
-      auto* page = const_cast<std::byte*>(sequence.pages[token / geometry.page_tokens]);
+      auto* page = const_cast<std::byte*>(sequence.pages[geometry.page_of(token)]);
       const bool in_ring = token >= ring_begin;
       for (std::int64_t head = 0; head < geometry.kv_heads; ++head, row += row_bytes) {
         cpu::store_page_row(geometry, page, head, token, row, kept.data());
@@ -202,7 +202,7 @@ void gather_rows(const KvGeometry& geometry, const SequenceBatch& sequences,
 }
 
 void pack_queries(const KvGeometry& geometry, const QueryItems& items, float* out) {
-  const std::int64_t heads = geometry.query_heads;
+  const std::int64_t heads = geometry.query_heads();
   for (int query_index = 0; query_index < items.count; ++query_index) {
     const QueryItem& item = items[query_index];
     bool bad = false;

@@ -122,8 +122,7 @@ __global__ void __launch_bounds__(kThreads)
     const auto* row = reinterpret_cast<const uint4*>(
         packed + ((item.packed_offset + i) * geometry.kv_heads + head) * row_bytes);
     const auto page = page_row<float>(
-        geometry, const_cast<std::byte*>(sequence.pages[token / geometry.page_tokens]), head,
-        token);
+        geometry, const_cast<std::byte*>(sequence.pages[geometry.page_of(token)]), head, token);
     std::byte* sink = nullptr;
     std::byte* ring = nullptr;
     if (token < geometry.sink_capacity) {
@@ -297,9 +296,9 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kQueryThreads)
     pack_queries_kernel(const __grid_constant__ KvGeometry geometry,
                         const __grid_constant__ QueryItems items, float* out) {
-  const std::int64_t elements = std::int64_t{geometry.query_heads} * geometry.head_dim;
+  const std::int64_t elements = std::int64_t{geometry.query_heads()} * geometry.head_dim;
   cuda::wait_for_previous();
-  cuda::pack_query(items[static_cast<int>(blockIdx.x)], geometry.query_heads, geometry.head_dim,
+  cuda::pack_query(items[static_cast<int>(blockIdx.x)], geometry.query_heads(), geometry.head_dim,
                    out + blockIdx.x * elements);
 }
 

@@ -5,6 +5,7 @@
 #include "transfer/device/batch.h"
 #include "transfer/device/host_device.h"
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -20,16 +21,30 @@ namespace kvtier::transfer {
 /// (transfer/kv/row_checks.h).
 struct KvGeometry {
   int kv_heads = 0;
-  int query_heads = 0;
+  int group = 1;  ///< Query heads of a KV head.
   int head_dim = 0;
-  int page_tokens = 0;
+  int page_tokens = 0;      ///< A power of two.
   int sink_capacity = 0;    ///< Rows per head of the resident sink buffer.
   int recent_capacity = 0;  ///< Rows per head of the resident ring.
   DType dtype = DType::kBFloat16;
   bool int8_pages = false;
   bool row_checks = false;
 
-  KVTIER_HOST_DEVICE int group() const { return query_heads / kv_heads; }
+  KVTIER_HOST_DEVICE int query_heads() const { return kv_heads * group; }
+  /// Index of a token's page.
+  template <typename Int>
+  KVTIER_HOST_DEVICE Int page_of(Int token) const {
+#if defined(__CUDA_ARCH__)
+    return token >> __popc(static_cast<unsigned>(page_tokens) - 1);
+#else
+    return token >> std::popcount(static_cast<unsigned>(page_tokens) - 1);
+#endif
+  }
+  /// Row of a token among those of a head in its page.
+  template <typename Int>
+  KVTIER_HOST_DEVICE Int row_in_page(Int token) const {
+    return token & static_cast<Int>(page_tokens - 1);
+  }
   KVTIER_HOST_DEVICE std::int64_t row_bytes() const { return std::int64_t{4} * head_dim; }
   KVTIER_HOST_DEVICE std::int64_t page_row_bytes() const {
     return int8_pages ? std::int64_t{2} * head_dim : row_bytes();
@@ -170,8 +185,8 @@ KVTIER_HOST_DEVICE inline const std::byte* row_address(const KvGeometry& geometr
            (std::int64_t{kv_head} * geometry.recent_capacity + token % geometry.recent_capacity) *
                row;
   }
-  const std::byte* page = sequence.pages[token / geometry.page_tokens];
-  return page + (std::int64_t{kv_head} * geometry.page_tokens + token % geometry.page_tokens) * row;
+  const std::byte* page = sequence.pages[geometry.page_of(token)];
+  return page + (std::int64_t{kv_head} * geometry.page_tokens + geometry.row_in_page(token)) * row;
 }
 
 /// Rows of a step chosen for attention, per (query, KV head): ascending token ids, and which

@@ -49,7 +49,7 @@ class PrefixKeyTest : public ::testing::Test {
     return ids;
   }
   Config config_;
-  transfer::KvGeometry kv_{.kv_heads = 8, .query_heads = 32, .head_dim = 128, .page_tokens = 64};
+  transfer::KvGeometry kv_{.kv_heads = 8, .group = 4, .head_dim = 128, .page_tokens = 64};
   std::vector<SketchConfig> sketches_{SketchConfig{}};
   [[nodiscard]] PrefixKey engine() const { return engine_key(config_, kv_, sketches_); }
 };

@@ -52,11 +52,7 @@ constexpr int kDim = 96;
 /// Rows of two heads in one page, and what reads them.
 struct Page {
   explicit Page(bool int8)
-      : kv{.kv_heads = 2,
-           .query_heads = 2,
-           .head_dim = kDim,
-           .page_tokens = 16,
-           .int8_pages = int8},
+      : kv{.kv_heads = 2, .head_dim = kDim, .page_tokens = 16, .int8_pages = int8},
         bytes(static_cast<std::size_t>(kv.page_bytes()), std::byte{0xEE}),
         address(bytes.data()),
         sequence{&address, nullptr, nullptr, nullptr} {}

@@ -188,7 +188,7 @@ class RowsTest : public testing::BackendTest {
 inline KvGeometry geometry(int kv_heads, int head_dim, int page_tokens, int sink, int recent,
                            DType dtype = DType::kBFloat16) {
   return {.kv_heads = kv_heads,
-          .query_heads = 2 * kv_heads,
+          .group = 2,
           .head_dim = head_dim,
           .page_tokens = page_tokens,
           .sink_capacity = sink,

@@ -18,9 +18,9 @@ TEST_P(PackQueriesTest, ConvertsRowsOfSeveralTensors) {
     const KvGeometry g = geometry(3, head_dim, 16, 0, 0);
     SCOPED_TRACE(describe_geometry(g));
     const HostTensor tensors[] = {
-        random_tensor(random_, DType::kFloat32, 4, g.query_heads, head_dim, 0, 0),
-        random_tensor(random_, DType::kFloat16, 5, g.query_heads, head_dim, 3, 1),
-        random_tensor(random_, DType::kBFloat16, 1, g.query_heads, head_dim, 0, 8)};
+        random_tensor(random_, DType::kFloat32, 4, g.query_heads(), head_dim, 0, 0),
+        random_tensor(random_, DType::kFloat16, 5, g.query_heads(), head_dim, 3, 1),
+        random_tensor(random_, DType::kBFloat16, 1, g.query_heads(), head_dim, 0, 8)};
     std::vector<Buffer> data;
     for (const HostTensor& tensor : tensors) data.push_back(upload(tensor.bytes));
     const std::vector<std::pair<std::size_t, std::int32_t>> picks = {
@@ -31,7 +31,7 @@ TEST_P(PackQueriesTest, ConvertsRowsOfSeveralTensors) {
     for (const auto& [which, token] : picks) {
       items.push(
           {.query = tensors[which].view(data[which].data()), .token = token, .flags = flags});
-      for (int head = 0; head < g.query_heads; ++head) {
+      for (int head = 0; head < g.query_heads(); ++head) {
         for (int i = 0; i < head_dim; ++i) {
           expected.push_back(static_cast<float>(tensors[which].get(token, head, i)));
         }
@@ -50,7 +50,7 @@ TEST_P(PackQueriesTest, CountsNonfiniteRowsOnceAndNamesTheFirst) {
   const KvGeometry g = geometry(2, 64, 16, 0, 0);
   for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
     SCOPED_TRACE(dtype_name(dtype));
-    HostTensor queries = random_tensor(random_, dtype, 64, g.query_heads, 64, 1, 0);
+    HostTensor queries = random_tensor(random_, dtype, 64, g.query_heads(), 64, 1, 0);
     queries.set(0, 0, 0, kNan);
     queries.set(0, 3, 63, kInfinity);
     queries.set(63, 3, 63, -kInfinity);

@@ -99,7 +99,7 @@ TEST(NumToSelect, FollowsTopKOrSparsityAndTheEligible) {
 
 TEST(RowAddress, PrefersSinkThenRingThenPage) {
   const KvGeometry geometry{.kv_heads = 2,
-                            .query_heads = 4,
+                            .group = 2,
                             .head_dim = 64,
                             .page_tokens = 16,
                             .sink_capacity = 4,
@@ -124,7 +124,7 @@ TEST(RowAddress, PrefersSinkThenRingThenPage) {
 }
 
 TEST(RowAddress, WithoutSinkAndRingIsInThePage) {
-  const KvGeometry geometry{.kv_heads = 1, .query_heads = 1, .head_dim = 128, .page_tokens = 32};
+  const KvGeometry geometry{.kv_heads = 1, .head_dim = 128, .page_tokens = 32};
   const std::byte* const page = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 40);
   const std::vector<const std::byte*> pages = {page, page + 1, page + 2};
   const SequenceView sequence{pages.data(), nullptr, nullptr, nullptr};
