@@ -247,6 +247,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
   if (lane == 0) {
+#pragma unroll 1
     for (int i = 0; i < num_stages; ++i) barriers[warp][i].init();
     if (warp == 0) merge_barrier.init();
     transfer::cuda::publish_barriers();
@@ -364,7 +365,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
       __syncthreads();  // the queries are there
       queries.load(fp32_queries, group, request.softmax_scale,
                    reinterpret_cast<uint4*>(query_memory), staged_queries.kPitch);
-      if constexpr (Shape::kFragmentBytes > 0) __syncthreads();  // fragments are complete
+      __syncthreads();  // the fragments are there
       if (queries_of < 0) count_nonfinite(request.kv, items);
       queries_of = share.index;
     }

@@ -204,6 +204,7 @@ __device__ RowTotals make_plan(const AttendRequest& request,
   RowTotals totals;
   unsigned tiles = 0;
   RowSet set;
+#pragma unroll 1
   for (int i = first; i < last; ++i) {
     set = row_set(request, selection, i);
     const int listed = set.count - set.num_static;

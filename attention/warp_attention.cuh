@@ -87,22 +87,19 @@ __device__ void widen_int8(std::byte* tile) {
   __syncwarp();  // rows are written
 }
 
-/// Queries of the group as B fragments, in fp16 normalised per head by a power of two, and the
-/// factor that turns a product into a logit.
+/// Queries of the group as B fragments in shared memory, in fp16 normalised per head by a power of
+/// two, and the factor that turns a product into a logit.
 template <typename T, int D, int NT>
 struct QueryFragments {
-  /// Beside the accumulators of 16 heads, registers would not be enough: those of 8 only.
-  static constexpr bool kInRegisters = NT == 1;
   static constexpr int kSteps = D / 16;
-  static constexpr int kSharedBytes = kInRegisters ? 0 : kSteps * NT * 32 * 16;
+  static constexpr int kSharedBytes = kSteps * NT * 32 * 16;
 
-  uint4 kept[kInRegisters ? kSteps : 1][NT];  ///< b0, b1 of the high parts, then of the low ones.
+  /// `[step][NT][lane]`: b0, b1 of the high parts, then of the low ones.
   const uint4* shared = nullptr;
   float factor[NT][2];  ///< Of heads 8 nt + 2t and 8 nt + 2t + 1.
 
   /// `queries` is `[heads, D]`, heads `stride` apart; heads from `heads` on are zero. Every warp of
-  /// the block calls it with the same arguments; a barrier of the block must follow before `get`
-  /// where `kSharedBytes` is not 0.
+  /// the block calls it with the same arguments; a barrier of the block must follow before `get`.
   __device__ void load(const float* queries, int heads, float scale, uint4* shared_store,
                        int stride = D) {
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -131,31 +128,20 @@ struct QueryFragments {
         factor[nt][0] = __shfl_sync(transfer::cuda::kFullWarp, logit_factor, lane % 4 * 8);
         factor[nt][1] = __shfl_sync(transfer::cuda::kFullWarp, logit_factor, lane % 4 * 8 + 4);
       }
-      // In shared memory warps share the work.
-      const int first = kInRegisters ? 0 : static_cast<int>(threadIdx.x / 32);
-      const int distance = kInRegisters ? 1 : static_cast<int>(blockDim.x / 32);
-#pragma unroll
-      for (int step = first; step < kSteps; step += distance) {
+      const auto warps = static_cast<int>(blockDim.x / 32);
+#pragma unroll 1
+      for (auto step = static_cast<int>(threadIdx.x / 32); step < kSteps; step += warps) {
         const float2 x = present ? q[step * 8] : float2{0.0F, 0.0F};
         const float2 y = present ? q[step * 8 + 4] : float2{0.0F, 0.0F};
         const auto b0 = transfer::cuda::split_pair<T>(x.x * inverse, x.y * inverse);
         const auto b1 = transfer::cuda::split_pair<T>(y.x * inverse, y.y * inverse);
-        const uint4 fragment{b0.high, b1.high, b0.low, b1.low};
-        if constexpr (kInRegisters) {
-          kept[step][nt] = fragment;
-        } else {
-          shared_store[(step * NT + nt) * 32 + lane] = fragment;
-        }
+        shared_store[(step * NT + nt) * 32 + lane] = {b0.high, b1.high, b0.low, b1.low};
       }
     }
   }
 
   __device__ uint4 get(int step, int nt) const {
-    if constexpr (kInRegisters) {
-      return kept[step][nt];
-    } else {
-      return shared[(step * NT + nt) * 32 + static_cast<int>(threadIdx.x % 32)];
-    }
+    return shared[(step * NT + nt) * 32 + static_cast<int>(threadIdx.x % 32)];
   }
 };
 

@@ -31,8 +31,7 @@ struct FusedAttentionShared {
   alignas(16) float queries[kHeads][kPitch];
   float2 states[kFusedWarps][kHeads];
   float weights[kHeads][kFusedWarps];
-  /// Those of 8 heads are in registers.
-  alignas(16) uint4 fragments[kHeads == 8 ? 1 : kHeads / 8 * (kAttendDim / 16) * 32];
+  alignas(16) uint4 fragments[kHeads / 8 * (kAttendDim / 16) * 32];
 };
 static_assert(AttendTile::kBytes % 16 == 0);
 
@@ -121,7 +120,7 @@ __device__ inline FusedRow row_of(const FusedRows& rows, int entry, const transf
 __device__ inline void copy_rows(std::byte* tile, const std::byte* address, int first) {
   const unsigned lane = threadIdx.x % 32;
   const unsigned to = transfer::cuda::shared_address(tile) + lane * 16;
-#pragma unroll
+#pragma unroll 4
   for (int r = 0; r < attention::cuda::kTileRows; ++r) {
     const auto from =
         __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(address), first + r);
@@ -164,64 +163,56 @@ __device__ void attend_share(const FusedAttention& attention, const HeadSource& 
   const auto tile_of = [&](int i) {
     return tiles + (warp + (stages == 2 ? i % 2 : 0) * kFusedWarps) * AttendTile::kBytes;
   };
-  // Lane r + 16 i has row r of tile i of a pair.
-  FusedRow row;
-  const auto find_pair = [&](int tile) {
-    const int entry = (warp + (tile + lane / 16) * kFusedWarps) * kRows + lane % 16;
-    row = entry < count_rows ? find(entry) : FusedRow{};
-    __syncwarp();
-  };
-  int started = 0;
-  // One group of copies per call, empty past the end, so that waiting can count groups.
-  const auto start_next = [&] {
-    if (started < count) {
-      const int half = started % 2;
-      std::byte* const tile = tile_of(started);
+  using Fragments = attention::cuda::QueryFragments<T, kAttendDim, kHeads / 8>;
+  static_assert(Fragments::kSharedBytes == sizeof(shared.fragments));
+  Fragments queries;
+  attention::cuda::WarpAttention<T, kAttendDim, kHeads / 8> warp_attention;
+  warp_attention.clear();
+  FusedRow row;  // Lane r + 16 i has row r of tile i of a pair.
+  // Round i starts to copy tile i + stages, and attends to tile i. One loop, so that there is one
+  // copy of its code, most of which runs once.
+#pragma unroll 1
+  for (int i = -stages; i < max(count, 1); ++i) {
+    if (i == 0) {
+      constexpr int kPieces = kAttendDim / kPiece;
+      if (static_cast<int>(threadIdx.x) / kPieces < group) {
+        float x[kPiece];
+        transfer::cuda::to_floats(raw_query, query.dtype, x);
+        transfer::cuda::store_floats(
+            &shared.queries[threadIdx.x / kPieces][threadIdx.x % kPieces * kPiece], x);
+      }
+      __syncthreads();  // the queries are there
+      queries.load(shared.queries[0], group, attention.targets.softmax_scale, shared.fragments,
+                   shared.kPitch);
+      __syncthreads();  // the fragments are there
+    }
+    if (i >= 0 && i < count) {
+      if (stages == 2) {
+        transfer::cuda::copy_async_wait<1>();
+      } else {
+        transfer::cuda::copy_async_wait<0>();
+      }
+      __syncwarp();  // the copies of all lanes, and masks
+      warp_attention.attend(queries, tile_of(i), attention.targets.logit_softcap, {});
+      __syncwarp();  // no lane reads the tile any more when it is overwritten
+    }
+    if (const int next = i + stages; next < count) {
+      const int half = next % 2;
+      if (half == 0) {
+        const int entry = (warp + (next + lane / 16) * kFusedWarps) * kRows + lane % 16;
+        row = entry < count_rows ? find(entry) : FusedRow{};
+        __syncwarp();
+      }
+      std::byte* const tile = tile_of(next);
       if (lane / 16 == half) {
         reinterpret_cast<unsigned*>(tile + AttendTile::kMasks)[lane % 16] =
             row.address != nullptr ? 0xFFFFU : 0U;
         reinterpret_cast<float*>(tile + AttendTile::kBiases)[lane % 16] = row.bias;
       }
       copy_rows(tile, row.address, half * 16);
-      ++started;
-      if (half == 1 && started < count) find_pair(started);
     }
+    // A group of copies a round, empty past the end, so that waiting can count groups.
     transfer::cuda::copy_async_commit();
-  };
-  if (count > 0) find_pair(0);
-#pragma unroll 1
-  for (int i = 0; i < stages; ++i) start_next();
-
-  constexpr int kPieces = kAttendDim / kPiece;
-  if (static_cast<int>(threadIdx.x) / kPieces < group) {
-    float x[kPiece];
-    transfer::cuda::to_floats(raw_query, query.dtype, x);
-    transfer::cuda::store_floats(
-        &shared.queries[threadIdx.x / kPieces][threadIdx.x % kPieces * kPiece], x);
-  }
-  __syncthreads();  // the queries are there
-  using Fragments = attention::cuda::QueryFragments<T, kAttendDim, kHeads / 8>;
-  static_assert(Fragments::kSharedBytes <= sizeof(shared.fragments));
-  Fragments queries;
-  attention::cuda::WarpAttention<T, kAttendDim, kHeads / 8> warp_attention;
-  // A warp without rows leaves the pipe of shared memory to the others.
-  if (count > 0 || !Fragments::kInRegisters) {
-    queries.load(shared.queries[0], group, attention.targets.softmax_scale, shared.fragments,
-                 shared.kPitch);
-    warp_attention.clear();
-  }
-  if (!Fragments::kInRegisters) __syncthreads();  // the fragments are there
-#pragma unroll 1
-  for (int i = 0; i < count; ++i) {
-    if (stages == 2) {
-      transfer::cuda::copy_async_wait<1>();
-    } else {
-      transfer::cuda::copy_async_wait<0>();
-    }
-    __syncwarp();  // the copies of all lanes, and masks
-    warp_attention.attend(queries, tile_of(i), attention.targets.logit_softcap, {});
-    __syncwarp();  // no lane reads the tile any more when it is overwritten
-    start_next();
   }
   static_assert(AttendTile::kBytes >= kHeads * (kAttendDim + 4) * 4);
   if (count > 0) warp_attention.store(shared.states[warp], reinterpret_cast<float*>(tile_of(0)));

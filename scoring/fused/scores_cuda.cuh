@@ -88,6 +88,7 @@ class FusedRing {
     const int before = max(count_ - 1, 0);
     stage_ = before - small_quotient(before, stages_) * stages_;
     blocks_.start(blocks, first_, count_);
+#pragma unroll 1
     for (int i = 0; i < stages_; ++i) fill_next();
   }
   /// Waits for the next unit: its norms are in their place, and its bits where this returns.

@@ -165,6 +165,7 @@ __device__ inline int bring_heads(const FilterArgs& args, const FusedInput& inpu
   const int pieces = dim / kPiece;
   const int staged = min(share.count, small_quotient(FusedTables::kPlaneBytes, pitch));
   const unsigned to = transfer::cuda::shared_address(tables.planes);
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < staged * pieces; i += share.workers) {
     const int row = small_quotient(i, pieces);
     const int piece = i - row * pieces;
