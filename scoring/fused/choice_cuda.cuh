@@ -254,7 +254,6 @@ __device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take
                                    const BlockExchange& peers, std::uint32_t* keys,
                                    Exchange& exchange, FusedShared& shared) {
   const unsigned lane = threadIdx.x % 32;
-  const unsigned warp = threadIdx.x / 32;
   const auto bin_of = [&](std::uint32_t key) {
     return static_cast<int>((key - window.low) >> window.shift);
   };
@@ -279,41 +278,37 @@ __device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take
     }
   }
   __syncthreads();  // the list is complete
-  const unsigned pairs = (most + 1) / 2;
-  if (threadIdx.x < pairs && !peers.alone()) {
-    const uint2 pair = reinterpret_cast<const uint2*>(shared.list)[threadIdx.x];
+  const int pairs = static_cast<int>(most + 1) / 2;
+  const auto* const own_pairs = reinterpret_cast<const uint2*>(shared.list);
+  if (static_cast<int>(threadIdx.x) < pairs && !peers.alone()) {
+    const uint2 pair = own_pairs[threadIdx.x];
     peers.post_pair(&peers.box.lists[peers.rank][2 * threadIdx.x], stage, pair.x, pair.y);
   }
-  // A warp has the keys of a block, or of several, 0 past the last, and counts them by finer bins.
-  constexpr int kBlocksOfWarp = Exchange::kBlocks / kFusedWarps;
-  static_assert(Exchange::kBlocks % kFusedWarps == 0);
-  constexpr int kPairs = kFusedList / 64;
-  constexpr int kKeysOfBlock = 2 * kPairs;
-  std::uint32_t others[kBlocksOfWarp * kKeysOfBlock];
-#pragma unroll
-  for (int b = 0; b < kBlocksOfWarp; ++b) {
-    uint2 of_block[kPairs] = {};
-    const unsigned block = warp + static_cast<unsigned>(b) * kFusedWarps;
-    if (peers.alone()) {
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        const uint2 own = reinterpret_cast<const uint2*>(shared.list)[lane + 32 * i];
-        of_block[i] = block == 0 ? own : make_uint2(0, 0);
-      }
-    } else if (block < peers.blocks) {
-      peers.fetch<kPairs>(&peers.box.lists[block][2 * lane], 64,
-                          (static_cast<int>(pairs) - static_cast<int>(lane) + 31) / 32, stage,
-                          of_block);
-    }
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      others[b * kKeysOfBlock + 2 * i] = of_block[i].x;
-      others[b * kKeysOfBlock + 2 * i + 1] = of_block[i].y;
-    }
+  // A thread has the same pair of keys of several blocks, 0 past their last keys, and counts them
+  // by finer bins.
+  const int all_pairs = static_cast<int>(peers.blocks) * pairs;
+  constexpr int kBlocksOfThread = Exchange::kBlocks * kFusedList / 2 / kFusedThreads;
+  static_assert(kBlocksOfThread > 0);
+  const int first = pairs > 0 ? small_quotient(static_cast<int>(threadIdx.x), pairs) : 0;
+  const int at = static_cast<int>(threadIdx.x) - first * pairs;
+  const int step = pairs > 0 ? small_quotient(kFusedThreads, pairs) : 1;
+  const int after = static_cast<int>(peers.blocks) - first;
+  const bool used = pairs > 0 && first < step && after > 0;
+  const int blocks_of_thread = used ? small_quotient(after + step - 1, step) : 0;
+  uint2 of_blocks[kBlocksOfThread] = {};
+  if (!peers.alone()) {
+    peers.fetch<kBlocksOfThread>(&peers.box.lists[first][2 * at], step * kFusedList,
+                                 blocks_of_thread, stage, of_blocks);
+  } else if (used) {
+    of_blocks[0] = own_pairs[at];
   }
 #pragma unroll
-  for (const std::uint32_t key : others) {
-    if (key != 0) atomicAdd(&shared.bins[bin_of(key)], 1U);
+  for (int i = 0; i < kBlocksOfThread; ++i) {
+    if (i >= blocks_of_thread) continue;
+    const uint2 pair = of_blocks[i];
+    exchange.pairs[(first + i * step) * pairs + at] = pair;
+    if (pair.x != 0) atomicAdd(&shared.bins[bin_of(pair.x)], 1U);
+    if (pair.y != 0) atomicAdd(&shared.bins[bin_of(pair.y)], 1U);
   }
   __syncthreads();  // the keys of all blocks are counted
   const int bin = kFusedBins - 1 - static_cast<int>(threadIdx.x);
@@ -326,8 +321,10 @@ __device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take
     shared.count = in_bin;
   }
   __syncthreads();  // the bin of the last one that is taken is known
-#pragma unroll
-  for (const std::uint32_t key : others) {
+  const auto* const others = reinterpret_cast<const std::uint32_t*>(exchange.pairs);
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < 2 * all_pairs; i += kFusedThreads) {
+    const std::uint32_t key = others[i];
     if (key != 0 && bin_of(key) == shared.bin) {
       exchange.finalists[atomicAdd(&shared.finalists, 1U)] = key;
     }
@@ -355,20 +352,17 @@ __device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take
   const std::uint32_t last = shared.last;
   std::uint32_t better = 0;
   std::uint32_t equal = 0;
-#pragma unroll
-  for (int i = 0; i < kBlocksOfWarp * kKeysOfBlock; ++i) {
-    const unsigned block = warp + static_cast<unsigned>(i / kKeysOfBlock) * kFusedWarps;
-    if (block >= peers.rank) continue;
+  const int of_earlier = static_cast<int>(peers.rank) * 2 * pairs;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < of_earlier; i += kFusedThreads) {
     better += others[i] > last ? 1 : 0;
     equal += others[i] == last ? 1 : 0;
   }
-  if (warp < peers.rank) {
-    better = __reduce_add_sync(kFullWarp, better);
-    equal = __reduce_add_sync(kFullWarp, equal);
-    if (lane == 0) {
-      atomicAdd(&shared.better_before, better);
-      atomicAdd(&shared.ties_before, equal);
-    }
+  better = __reduce_add_sync(kFullWarp, better);
+  equal = __reduce_add_sync(kFullWarp, equal);
+  if (lane == 0 && better + equal > 0) {
+    atomicAdd(&shared.better_before, better);
+    atomicAdd(&shared.ties_before, equal);
   }
   __syncthreads();  // those of earlier blocks are counted
   const std::uint32_t ties = shared.ties;

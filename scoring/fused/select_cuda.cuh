@@ -91,13 +91,16 @@ inline int fused_ring_bytes(int stages, int chunks) {
   return kFusedWarps *
          (stages * fused_unit_bytes(chunks) + kFusedUnit * static_cast<int>(sizeof(FusedNorms)));
 }
-/// What comes from all blocks, in the place of the ring: counts by bins, and the keys that the
-/// choice comes down to.
+/// What comes from all blocks, in the place of the ring: counts by bins, then keys of the bin that
+/// is left, and those that the choice comes down to.
 template <typename Count, unsigned kMostBlocks>
 struct ExchangeOf {
   static constexpr int kBlocks = static_cast<int>(kMostBlocks);
 
-  alignas(16) Count counts[kBlocks][kFusedBins];
+  union {
+    alignas(16) Count counts[kBlocks][kFusedBins];
+    uint2 pairs[kBlocks * kFusedList / 2];
+  };
   std::uint32_t finalists[kBlocks * kFusedList];
 };
 using FusedExchange = ExchangeOf<std::uint16_t, kFusedBlocks>;
