@@ -487,37 +487,50 @@ __global__ __launch_bounds__(kFusedThreads,
   pack_rows(args, input);
   const auto blocks = static_cast<int>(gridDim.x);
   StreamWork prepared{};
-  if (shape.early) {
-    // An append under way may or may not have counted its tokens; all that are eligible were stored
-    // by earlier launches.
-    units.fill(args, blocks, false);
-    const int at = static_cast<int>(blockIdx.x) * units.each;
-    if (at < units.total()) {
-      prepared = StreamWork(args, units, at, at + units.each);
-      prepare<kRecall, kQuads, kChunks, kBits>(block, prepared);
+  bool started = true;       // the maker, and not the ring
+  bool ahead = shape.early;  // of the wait
+  int at = 0;
+  int end = 0;
+  // With `ahead`, an append under way may or may not have counted its tokens; all that are eligible
+  // were stored by earlier launches. Where it makes no difference, what is prepared stays.
+  const auto find_units = [&] {
+    if (!ahead) {
+      if (input.after_append) transfer::cuda::wait_for_previous();
+      transfer::cuda::let_next_start();
     }
-  }
-  if (input.after_append) transfer::cuda::wait_for_previous();
-  transfer::cuda::let_next_start();
-  units.fill(args, blocks, shape.early);
-  int at = static_cast<int>(blockIdx.x) * units.each;
-  const int end = min(at + units.each, units.total());
-  bool started = prepared.count == 0;  // the maker, and not the ring
+    units.fill(args, blocks, shape.early && !ahead);
+    at = static_cast<int>(blockIdx.x) * units.each;
+    end = min(at + units.each, units.total());
+  };
+  bool found = false;
 #pragma unroll 1
-  while (at < end) {
-    const StreamWork work(args, units, at, end);
-    if (!work.prepares_same(prepared)) {
-      if (!started) {
-        transfer::cuda::copy_async_wait<0>();  // what was copied is of no use
-        __syncthreads();
-        maker.start();
+  for (;;) {
+    if (!found) find_units();
+    found = true;
+    if (at < end) {
+      const StreamWork work(args, units, at, end);
+      if (!work.prepares_same(prepared)) {
+        if (!started) {
+          transfer::cuda::copy_async_wait<0>();  // what was copied is of no use
+          __syncthreads();
+          maker.start();
+        }
+        prepare<kRecall, kQuads, kChunks, kBits>(block, work);
+        started = false;
       }
-      prepare<kRecall, kQuads, kChunks, kBits>(block, work);
+      if (ahead) {
+        prepared = work;
+      } else {
+        score_work<kRecall, kQuads, kChunks, kBits>(block, work);
+        prepared = {};
+        at += work.taken;
+      }
     }
-    score_work<kRecall, kQuads, kChunks, kBits>(block, work);
-    started = false;
-    prepared = {};
-    at += work.taken;
+    if (ahead) {
+      found = ahead = false;
+    } else if (at >= end) {
+      break;
+    }
   }
   transfer::cuda::copy_async_wait<0>();
 #endif
