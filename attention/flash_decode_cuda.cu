@@ -29,11 +29,6 @@ using transfer::QueryItem;
 using transfer::QueryItems;
 using transfer::SelectionView;
 using transfer::cuda::CopyBarrier;
-using transfer::cuda::head_source;
-using transfer::cuda::kPiece;
-using transfer::cuda::load_piece;
-using transfer::cuda::RawPiece;
-using transfer::cuda::to_floats;
 
 /// Two blocks of an SM, so that one works while the other changes its set or merges.
 constexpr int kBlocksPerSm = 2;
@@ -44,40 +39,6 @@ constexpr int kMaxBlocks = 320;
 constexpr int kMaxGroup = 16;
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxStages = 4;
-
-/// Queries of a group on their way to shared memory, where warps find them as fragments: each is
-/// read once, in whole lines, and before the copies of rows.
-template <int D, int NT, int kThreads>
-struct StagedQueries {
-  static constexpr int kPitch = D + 8;  ///< Four heads in four groups of banks.
-  static constexpr int kBytes = 8 * NT * kPitch * static_cast<int>(sizeof(float));
-  static constexpr int kPieces = D / kPiece;
-  static constexpr int kLoads = (8 * NT * kPieces + kThreads - 1) / kThreads;
-
-  RawPiece raw[kLoads];
-
-  __device__ void load(const QueryItem& item, int first_head, int group) {
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      const int i = static_cast<int>(threadIdx.x) + j * kThreads;
-      if (i >= group * kPieces) break;
-      raw[j] =
-          load_piece(head_source(item.query, item.token, first_head + i / kPieces), i % kPieces);
-    }
-  }
-
-  /// A barrier must follow.
-  __device__ void store(DType dtype, int group, float* to) const {
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      const int i = static_cast<int>(threadIdx.x) + j * kThreads;
-      if (i >= group * kPieces) break;
-      float x[kPiece];
-      to_floats(raw[j], dtype, x);
-      transfer::cuda::store_floats(to + i / kPieces * kPitch + i % kPieces * kPiece, x);
-    }
-  }
-};
 
 /// Counts queries with NaN or infinity; each block looks at some.
 __device__ __noinline__ void count_nonfinite(const transfer::KvGeometry& kv,
@@ -95,8 +56,7 @@ struct BlockShape {
   static constexpr int kWarps = D == 256 ? 2 : 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStageBytes = kWarps * cuda::TileLayout<D>::kBytes;
-  static constexpr int kFragmentBytes = cuda::QueryFragments<T, D, NT>::kSharedBytes;
-  static constexpr int kQueryBytes = kFragmentBytes + StagedQueries<D, NT, kThreads>::kBytes;
+  static constexpr int kQueryBytes = cuda::QueryFragments<T, D, NT>::kSharedBytes;
   /// One stage must hold what is written in the place of the tiles: accumulators of the warps.
   static_assert(cuda::TileLayout<D>::kBytes >= 8 * NT * (D + 4) * 4);
   /// And all of it what a block merges of a run: states, and a vector of each thread.
@@ -266,8 +226,7 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
   const int group = request.kv.group;
   std::byte* const stages = shared + warp * num_stages * Layout::kBytes;
   std::byte* const query_memory = shared + num_stages * Shape::kStageBytes;
-  auto* const fp32_queries = reinterpret_cast<float*>(query_memory + Shape::kFragmentBytes);
-  StagedQueries<D, NT, Shape::kThreads> staged_queries;
+  cuda::StagedQueries<D, NT, Shape::kThreads> staged_queries;
   cuda::QueryFragments<T, D, NT> queries;
   cuda::WarpAttention<T, D, NT> attention;
   int stage_in = 0;
@@ -361,10 +320,8 @@ __global__ void __launch_bounds__(BlockShape<T, D, NT>::kThreads, kBlocksPerSm)
 #pragma unroll 1
     for (int i = started; i < min(num_stages, 2); ++i) start_next();
     if (!same_queries) {
-      staged_queries.store(items[set.query_index].query.dtype, group, fp32_queries);
-      __syncthreads();  // the queries are there
-      queries.load(fp32_queries, group, request.softmax_scale,
-                   reinterpret_cast<uint4*>(query_memory), staged_queries.kPitch);
+      queries.make(staged_queries, items[set.query_index].query.dtype, group, request.softmax_scale,
+                   query_memory);
       __syncthreads();  // the fragments are there
       if (queries_of < 0) count_nonfinite(request.kv, items);
       queries_of = share.index;

@@ -3,6 +3,7 @@
 #include "attention/softmax_state.h"
 #include "transfer/device/bulk_copy.cuh"
 #include "transfer/device/tensor_core.cuh"
+#include "transfer/kv/convert_cuda.cuh"
 #include "transfer/kv/int8_cuda.cuh"
 
 #include <cuda_runtime.h>
@@ -87,61 +88,119 @@ __device__ void widen_int8(std::byte* tile) {
   __syncwarp();  // rows are written
 }
 
+/// Queries of a group on their way to fragments: each is read once, in whole lines, before the
+/// copies of rows. Of the threads of a block.
+template <int D, int NT, int kThreads>
+struct StagedQueries {
+  static constexpr int kPieces = D / transfer::cuda::kPiece;
+  static constexpr int kAll = 8 * NT * kPieces;
+  static constexpr int kLoads = (kAll + kThreads - 1) / kThreads;
+  static_assert(kPieces % 2 == 0 && kAll % 32 == 0);
+
+  transfer::cuda::RawPiece raw[kLoads];
+
+  __device__ void load(const transfer::QueryItem& item, int first_head, int group) {
+    visit([&](int j, int head, int piece) {
+      if (head >= group) return;
+      const auto source = transfer::cuda::head_source(item.query, item.token, first_head + head);
+      raw[j] = transfer::cuda::load_piece(source, piece);
+    });
+  }
+  /// Calls `take` with the number, head and piece of each that the thread has; whole warps.
+  template <typename Take>
+  static __device__ void visit(const Take& take) {
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int i = static_cast<int>(threadIdx.x) + j * kThreads;
+      if (i < kAll) take(j, i / kPieces, i % kPieces);
+    }
+  }
+};
+
 /// Queries of the group as B fragments in shared memory, in fp16 normalised per head by a power of
 /// two, and the factor that turns a product into a logit.
 template <typename T, int D, int NT>
 struct QueryFragments {
   static constexpr int kSteps = D / 16;
-  static constexpr int kSharedBytes = kSteps * NT * 32 * 16;
+  static constexpr int kFragmentBytes = kSteps * NT * 32 * 16;
+  static constexpr int kSharedBytes = kFragmentBytes + 8 * NT * 4;
 
   /// `[step][NT][lane]`: b0, b1 of the high parts, then of the low ones.
   const uint4* shared = nullptr;
   float factor[NT][2];  ///< Of heads 8 nt + 2t and 8 nt + 2t + 1.
 
-  /// `queries` is `[heads, D]`, heads `stride` apart; heads from `heads` on are zero. Every warp of
-  /// the block calls it with the same arguments; a barrier of the block must follow before `get`.
-  __device__ void load(const float* queries, int heads, float scale, uint4* shared_store,
-                       int stride = D) {
+  /// Makes them of queries of `dtype`; heads from `heads` on are zero. All threads; a barrier must
+  /// follow.
+  template <int kThreads>
+  __device__ void make(const StagedQueries<D, NT, kThreads>& staged, DType dtype, int heads,
+                       float scale, std::byte* memory) {
+    constexpr int kPiece = transfer::cuda::kPiece;
     const int lane = static_cast<int>(threadIdx.x % 32);
-    shared = shared_store;
+    const auto floats_of = [&](int j, int head, float(&x)[kPiece]) {
+      if (head < heads) transfer::cuda::to_floats(staged.raw[j], dtype, x);
+    };
+    auto* const fragments = reinterpret_cast<uint4*>(memory);
+    auto* const largest = reinterpret_cast<unsigned*>(memory + kFragmentBytes);
+    shared = fragments;
 #pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-      const int head = 8 * nt + lane / 4;
-      const float2* q =
-          reinterpret_cast<const float2*>(queries + std::int64_t{head} * stride) + lane % 4;
-      const bool present = head < heads;
-      float inverse = 1.0F;
-      factor[nt][0] = factor[nt][1] = scale;
-      if constexpr (std::is_same_v<T, __half>) {
-        float largest = 0.0F;
-        for (int i = 0; i < kSteps * 2; ++i) {
-          const float2 pair = present ? q[i * 4] : float2{0.0F, 0.0F};
-          largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+    for (int nt = 0; nt < NT; ++nt) factor[nt][0] = factor[nt][1] = scale;
+    if constexpr (std::is_same_v<T, __half>) {
+      if (threadIdx.x < 8 * NT) largest[threadIdx.x] = 0;
+      __syncthreads();
+      staged.visit([&](int j, int head, int /*piece*/) {
+        float x[kPiece] = {};
+        floats_of(j, head, x);
+        float most = 0.0F;
+        for (const float value : x) most = fmaxf(most, fabsf(value));
+        atomicMax(largest + head, __float_as_uint(most));
+      });
+      __syncthreads();  // those of all heads are there
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          factor[nt][j] *= __uint_as_float(power_below(largest[8 * nt + lane % 4 * 2 + j]));
         }
-        largest = fmaxf(largest, __shfl_xor_sync(transfer::cuda::kFullWarp, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(transfer::cuda::kFullWarp, largest, 2));
-        // 2^e and 2^-e with 2^e <= largest < 2^(e + 1), from the exponent bits.
-        const unsigned bits =
-            min(max(__float_as_uint(largest) & 0x7F800000U, 0x00800000U), 0x7E800000U);
-        inverse = __uint_as_float(0x7F000000U - bits);
-        const float logit_factor = __uint_as_float(bits) * scale;
-        factor[nt][0] = __shfl_sync(transfer::cuda::kFullWarp, logit_factor, lane % 4 * 8);
-        factor[nt][1] = __shfl_sync(transfer::cuda::kFullWarp, logit_factor, lane % 4 * 8 + 4);
-      }
-      const auto warps = static_cast<int>(blockDim.x / 32);
-#pragma unroll 1
-      for (auto step = static_cast<int>(threadIdx.x / 32); step < kSteps; step += warps) {
-        const float2 x = present ? q[step * 8] : float2{0.0F, 0.0F};
-        const float2 y = present ? q[step * 8 + 4] : float2{0.0F, 0.0F};
-        const auto b0 = transfer::cuda::split_pair<T>(x.x * inverse, x.y * inverse);
-        const auto b1 = transfer::cuda::split_pair<T>(y.x * inverse, y.y * inverse);
-        shared_store[(step * NT + nt) * 32 + lane] = {b0.high, b1.high, b0.low, b1.low};
       }
     }
+    staged.visit([&](int j, int head, int piece) {
+      float x[kPiece] = {};
+      floats_of(j, head, x);
+      float inverse = 1.0F;
+      if constexpr (std::is_same_v<T, __half>) {
+        inverse = __uint_as_float(0x7F000000U - power_below(largest[head]));
+      }
+      // An even piece has b0 of a step, the next one, of the next lane, b1: each stores half of the
+      // pairs of both.
+      uint2 pairs[4];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const auto pair = transfer::cuda::split_pair<T>(x[2 * t] * inverse, x[2 * t + 1] * inverse);
+        pairs[t] = {pair.high, pair.low};
+      }
+      const bool odd = piece % 2 == 1;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint2 own = odd ? pairs[2 + i] : pairs[i];
+        const uint2 given = odd ? pairs[i] : pairs[2 + i];
+        const uint2 other{__shfl_xor_sync(transfer::cuda::kFullWarp, given.x, 1),
+                          __shfl_xor_sync(transfer::cuda::kFullWarp, given.y, 1)};
+        const uint2 b0 = odd ? other : own;
+        const uint2 b1 = odd ? own : other;
+        const int of_head = head % 8 * 4 + (odd ? 2 : 0) + i;
+        fragments[(piece / 2 * NT + head / 8) * 32 + of_head] = {b0.x, b1.x, b0.y, b1.y};
+      }
+    });
   }
 
   __device__ uint4 get(int step, int nt) const {
     return shared[(step * NT + nt) * 32 + static_cast<int>(threadIdx.x % 32)];
+  }
+
+ private:
+  /// Bits of 2^e with 2^e <= x < 2^(e + 1), of a positive x with these bits.
+  static __device__ unsigned power_below(unsigned bits) {
+    return min(max(bits & 0x7F800000U, 0x00800000U), 0x7E800000U);
   }
 };
 

@@ -26,12 +26,11 @@ struct FusedAttention {
 /// Dynamic shared memory, once the choice is made; the tiles follow. kHeads: 8 or 16.
 template <int kHeads>
 struct FusedAttentionShared {
-  static constexpr int kPitch = kAttendDim + 8;  ///< Four heads in four groups of banks.
+  using Fragments = attention::cuda::QueryFragments<__half, kAttendDim, kHeads / 8>;
 
-  alignas(16) float queries[kHeads][kPitch];
+  alignas(16) std::byte fragments[Fragments::kSharedBytes];  ///< As large in bf16.
   float2 states[kFusedWarps][kHeads];
   float weights[kHeads][kFusedWarps];
-  alignas(16) uint4 fragments[kHeads / 8 * (kAttendDim / 16) * 32];
 };
 static_assert(AttendTile::kBytes % 16 == 0);
 
@@ -147,12 +146,15 @@ __device__ inline int warps_with(int rows) {
   return min((rows + kRows - 1) / kRows, kFusedWarps);
 }
 
+template <int kHeads>
+using FusedQueryPieces = attention::cuda::StagedQueries<kAttendDim, kHeads / 8, kFusedThreads>;
+
 /// Attends to the block's share of the rows, which `find` finds: leaves states of the
 /// warps that have tiles in `shared`, and accumulators of warp w in tile w. Ends with a barrier.
 template <typename T, int kHeads, typename Find>
-__device__ void attend_share(const FusedAttention& attention, const HeadSource& query,
-                             const transfer::cuda::RawPiece& raw_query, int group, int count_rows,
-                             const Find& find, FusedAttentionShared<kHeads>& shared,
+__device__ void attend_share(const FusedAttention& attention,
+                             const FusedQueryPieces<kHeads>& staged, DType dtype, int group,
+                             int count_rows, const Find& find, FusedAttentionShared<kHeads>& shared,
                              std::byte* tiles) {
   constexpr int kRows = attention::cuda::kTileRows;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -163,9 +165,14 @@ __device__ void attend_share(const FusedAttention& attention, const HeadSource& 
   const auto tile_of = [&](int i) {
     return tiles + (warp + (stages == 2 ? i % 2 : 0) * kFusedWarps) * AttendTile::kBytes;
   };
-  using Fragments = attention::cuda::QueryFragments<T, kAttendDim, kHeads / 8>;
-  static_assert(Fragments::kSharedBytes == sizeof(shared.fragments));
-  Fragments queries;
+  attention::cuda::QueryFragments<T, kAttendDim, kHeads / 8> queries;
+  const auto make_queries = [&] {
+    queries.make(staged, dtype, group, attention.targets.softmax_scale, shared.fragments);
+    __syncthreads();  // the fragments are there
+  };
+  // Copies of rows come first, but with 16 heads too many registers would be in use.
+  constexpr bool kQueriesFirst = kHeads > 8;
+  if constexpr (kQueriesFirst) make_queries();
   attention::cuda::WarpAttention<T, kAttendDim, kHeads / 8> warp_attention;
   warp_attention.clear();
   FusedRow row;  // Lane r + 16 i has row r of tile i of a pair.
@@ -173,18 +180,8 @@ __device__ void attend_share(const FusedAttention& attention, const HeadSource& 
   // copy of its code, most of which runs once.
 #pragma unroll 1
   for (int i = -stages; i < max(count, 1); ++i) {
-    if (i == 0) {
-      constexpr int kPieces = kAttendDim / kPiece;
-      if (static_cast<int>(threadIdx.x) / kPieces < group) {
-        float x[kPiece];
-        transfer::cuda::to_floats(raw_query, query.dtype, x);
-        transfer::cuda::store_floats(
-            &shared.queries[threadIdx.x / kPieces][threadIdx.x % kPieces * kPiece], x);
-      }
-      __syncthreads();  // the queries are there
-      queries.load(shared.queries[0], group, attention.targets.softmax_scale, shared.fragments,
-                   shared.kPitch);
-      __syncthreads();  // the fragments are there
+    if constexpr (!kQueriesFirst) {
+      if (i == 0) make_queries();
     }
     if (i >= 0 && i < count) {
       if (stages == 2) {
@@ -356,14 +353,9 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
   const int group = kv.group;
   auto& shared = *reinterpret_cast<FusedAttentionShared<kHeads>*>(memory);
   std::byte* const tiles = memory + sizeof(shared);
-  constexpr int kPieces = kAttendDim / kPiece;
-  HeadSource query{};
-  transfer::cuda::RawPiece raw_query{};
-  if (const int head = static_cast<int>(threadIdx.x) / kPieces; head < group) {
-    const transfer::QueryItem& item = input.items[query_index];
-    query = transfer::cuda::head_source(item.query, item.token, kv_head * group + head);
-    raw_query = transfer::cuda::load_piece(query, static_cast<int>(threadIdx.x) % kPieces);
-  }
+  const transfer::QueryItem& item = input.items[query_index];
+  FusedQueryPieces<kHeads> staged;
+  staged.load(item, kv_head * group, group);
   transfer::cuda::copy_async_wait<0>();  // sketches of a query from which nothing is chosen
   __syncthreads();                       // the memory is free
   // The last block has the fewest rows.
@@ -379,7 +371,7 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
   const TaggedWord* const ids = posted_ids(args, group_index);
   const bool biased = args.selection.bias != nullptr;
   attend_share<T, kHeads>(
-      attention, query, raw_query, group, own,
+      attention, staged, item.query.dtype, group, own,
       [&](int entry) {
         return row_of(rows, first + entry, kv, sequence, kv_head, peers, ids, biased);
       },
