@@ -198,10 +198,11 @@ __device__ Candidates list_candidates(const FilterArgs& args, const FusedWork& w
 }
 
 /// Starts to copy the sketches of listed tokens, those of `tiles` tiles from `base` on, to a unit.
-/// A whole warp.
-__device__ inline void gather_unit(const FilterArgs& args, const FusedWork& work,
-                                   const Candidates& found, int base, int tiles, int chunks,
-                                   std::byte* unit) {
+/// `wanted` says of which; the others have norms of 0. A whole warp.
+template <typename Wanted>
+__device__ void gather_unit(const FilterArgs& args, const FusedWork& work, const Candidates& found,
+                            int base, int tiles, int chunks, std::byte* unit,
+                            const Wanted& wanted) {
   const hashing::SketchGeometry& sketch = args.request.sketch;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const unsigned codes = transfer::cuda::shared_address(unit);
@@ -212,7 +213,7 @@ __device__ inline void gather_unit(const FilterArgs& args, const FusedWork& work
     const int i = half * 32 + lane;
     std::uint16_t key = 0;
     std::uint16_t value = 0;
-    if (half < tiles && base + i < found.count) {
+    if (half < tiles && base + i < found.count && wanted(base + i)) {
       const int token = found.tokens[base + i];
       const std::byte* block = work.plan.blocks[token / hashing::kBlockTokens];
       const int in_block = token % hashing::kBlockTokens;
@@ -277,13 +278,18 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const ScoreParams& 
     }
   }
   const float of_group = 1.0F / static_cast<float>(args.request.kv.group);
+  // Whether the first phase has left a token.
+  const auto left = [&]([[maybe_unused]] int i) {
+    if constexpr (kOf != ExactKeys::kSecond) return false;
+    return __uint_as_float(at_places[i]) < 0.0F;
+  };
   unsigned counted = 0;
   // Of few tokens a tile for each warp, so that all have some.
   const int tiles = found.count <= kFusedWarps * kFusedTile ? 1 : kUnitTiles;
   const int step = tiles * kFusedTile;
 #pragma unroll 1
   for (int base = warp * step; base < found.count; base += kFusedWarps * step) {
-    gather_unit(args, work, found, base, tiles, chunks, unit);
+    gather_unit(args, work, found, base, tiles, chunks, unit, [&](int i) { return !left(i); });
     transfer::cuda::copy_async_wait<0>();
     __syncwarp();  // the copies and norms of all lanes
     scorer.begin_unit(unit, 0, kFusedUnit);
@@ -311,13 +317,11 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const ScoreParams& 
       }
       const float sum = reduce_heads(shares, sum_of);
       const int i = base + tile * kFusedTile + own_token();
-      const bool present = i < found.count;
+      const bool present = i < found.count && !left(i);
       const int token = present ? found.tokens[i] : 0;
       float uniform = priorities.used && !kWeighs ? priorities.uniform(token) : 1.0F;
-      bool left = false;
       if constexpr (kOf == ExactKeys::kSecond) {
-        const float bias = present ? __uint_as_float(at_places[i]) : -1.0F;
-        left = bias < 0.0F;
+        const float bias = present ? __uint_as_float(at_places[i]) : 0.0F;
         uniform *= exp2_fast(fminf(-bias * kLog2E, 0.0F));
       }
       std::uint32_t key = __float_as_uint(__fdividef(sum, uniform)) | 0x80000000U;
@@ -340,7 +344,7 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const ScoreParams& 
         const float low = largest + log2_norm(reduce_heads(above, sum_of)) - log2_norm(uniform);
         if (!(sum >= kLeastSum)) key = key_of_log(low);
       }
-      if (!present || left || key < least) key = 0;
+      if (!present || key < least) key = 0;
       if constexpr (kWeighs) {
         const float mass = fminf(reduce_heads(weights, sum_of) * of_group, 1.0F);
         at_places[base + tile * kFusedTile + lane] =

@@ -58,7 +58,7 @@ __global__ __launch_bounds__(kFusedThreads,
 #pragma unroll 1
   for (int base = (static_cast<int>(blockIdx.x) * kFusedWarps + warp) * kFusedUnit;
        base < selected.count; base += step) {
-    gather_unit(args, work, selected, base, kUnitTiles, chunks, unit);
+    gather_unit(args, work, selected, base, kUnitTiles, chunks, unit, [](int) { return true; });
     transfer::cuda::copy_async_wait<0>();
     __syncwarp();  // the copies and norms of all lanes
     scorer.begin_unit(unit, 0, min(selected.count - base, kFusedUnit));
