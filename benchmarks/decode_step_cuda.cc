@@ -50,6 +50,8 @@ Config engine_config(const StepCase& step, int layers) {
   config.memory.placement = step.placement;
   config.memory.page_format = step.page_format;
   config.memory.verify_rows = step.verify_rows;
+  // Replays have the same queries: with a row cache nothing would be fetched.
+  config.memory.row_cache_bytes = 0;
   const auto kv_bytes = static_cast<std::size_t>(capacity) *
                         static_cast<std::size_t>(step.batch * layers) *
                         static_cast<std::size_t>(step.kv_heads * step.head_dim * 4);
