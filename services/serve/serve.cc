@@ -290,18 +290,21 @@ void add_serve(CLI::App& program, ServeCommand& command) {
   add("--listen", command.listen,
       "unix:PATH or tcp:HOST:PORT (default unix:$XDG_RUNTIME_DIR/kvtier/kvtier.sock, or "
       "/tmp/kvtier-UID/kvtier.sock)")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->allow_extra_args(false);
   add("--admin-listen", command.admin_listen,
       "unix:PATH for operators (default: admin.sock beside the default socket; with --listen, the "
       "first Unix socket's path with .admin behind it)")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->allow_extra_args(false);
   add("--metrics", command.metrics,
       "unix:PATH or tcp:HOST:PORT on loopback, where HTTP has a status page, /metrics for "
       "Prometheus, /status.json and /healthz (default: nowhere)");
   add("--data-listen", command.data_listen,
       "unix:PATH or tcp:HOST:PORT of the data plane, or none (default: beside each Unix socket, "
       "with .data behind its name)")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->allow_extra_args(false);
   add_flag("--insecure-tcp", command.insecure_tcp, "Allow TCP without TLS, on loopback only");
   add("--tls-cert", command.tls_certificate, "Certificate of the server, PEM");
   add("--tls-key", command.tls_key, "Key of the server, PEM");

@@ -20,11 +20,13 @@ void add_remote_tiers(CLI::App& app, ServeCommand& command) {
   add("--memcached", remote.memcached,
       "HOST:PORT,... or unix:PATH of memcached servers that keep copies of the disk cache's pages")
       ->delimiter(',')
+      ->allow_extra_args(false)
       ->check(word());
   add("--redis", remote.redis, "HOST:PORT or unix:PATH of a Redis server that does")->check(word());
   add("--redis-sentinels", remote.redis_sentinels,
       "Instead of --redis: sentinels that know the server --redis-master")
       ->delimiter(',')
+      ->allow_extra_args(false)
       ->check(word());
   add("--redis-master", remote.redis_master, "Name of the master at the sentinels");
   add("--redis-user", remote.redis_user, "User at Redis (default: its default user)");

@@ -240,6 +240,7 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
              {{"--config", "/no/such/file"},
               2,
               "error: --config: expected a readable file, found /no"},
+             {{"--listen", "unix:/x", "unix:/y"}, 2, "unix:/y"},
              {{"--listen", "tcp:0.0.0.0:0"}, 1, "expected TLS"},
              {{"--listen", "tcp:0.0.0.0:0", "--insecure-tcp"}, 1, "expected TLS"},
              {{"--listen", "tcp:127.0.0.1:0"}, 1, "expected TLS"},
