@@ -19,7 +19,7 @@ import kvtier
 from kvtier.config import Estimator, RetrievalConfig, SelectionRule, SketchCode
 from kvtier.engine_config import Backend, KvPlacement
 from kvtier.errors import invalid, without_package
-from kvtier.model_options import add_model_options, load_model
+from kvtier.model_options import add_model_options, interruptible, load_model
 
 # torch, transformers and kvtier.hf are imported where they are used: --help and the errors of
 # options need none of them.
@@ -204,6 +204,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+@interruptible
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     options = parser().parse_args(arguments)
     for name, least in (("k", 0), ("new_tokens", 1), ("max_tokens", 1)):
@@ -221,7 +222,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         kvtier.Engine  # noqa: B018
     except ImportError as error:
         command = "pip install './python[hf]' ./python/engine"
-        print(without_package(error, command), file=sys.stderr)
+        print(f"error: {without_package(error, command)}", file=sys.stderr)
         return 1
     try:
         model, tokenizer = load_model(options)
@@ -256,9 +257,6 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     except kvtier.ClientError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
     finally:
         cache.close()
     return 0

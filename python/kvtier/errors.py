@@ -181,11 +181,11 @@ def invalid(message: str) -> InvalidArgumentError:
 
 
 def without_package(error: ImportError, command: str) -> str:
-    """Returns what a program says that cannot import a package which `command` installs."""
+    """Returns the reason why a package, which `command` installs, cannot be imported."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
-        return f"error: {error}"
+        return str(error)
     package = error.name.replace("_", "-")
-    return f"error: expected the package {package}, found none (in a checkout: {command})"
+    return f"expected the package {package}, found none (in a checkout: {command})"
 
 
 def error_of(failure: Any) -> ClientError:

@@ -136,7 +136,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
         from kvtier.hf.shape import layer_windows, text_config
     except ImportError as error:
-        print(without_package(error, "pip install './python[record]'"), file=sys.stderr)
+        command = "pip install './python[record]'"
+        print(f"error: {without_package(error, command)}", file=sys.stderr)
         return 1
     try:
         model, tokenizer = load_model(options)

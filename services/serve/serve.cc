@@ -212,9 +212,8 @@ ServerOptions server_options(const ServeCommand& command) {
                  .key = command.tls_key,
                  .client_ca = command.tls_client_ca,
                  .client_crl = command.tls_client_crl};
-  const auto is_unix = [](const Endpoint& endpoint) { return endpoint.is_unix; };
-  if (options.insecure_tcp && std::ranges::all_of(options.listen, is_unix) &&
-      std::ranges::all_of(options.data.listen, is_unix)) {
+  if (options.insecure_tcp && std::ranges::all_of(options.listen, &Endpoint::is_unix) &&
+      std::ranges::all_of(options.data.listen, &Endpoint::is_unix)) {
     throw_invalid("insecure-tcp", "tcp:HOST:PORT in listen or data-listen", "none");
   }
   options.threads = command.threads;

@@ -16,7 +16,7 @@ try:
     import transformers  # noqa: F401
 except ImportError as error:
     command = "pip install './python[hf]' ./python/engine"
-    raise ImportError("kvtier.hf" + without_package(error, command).removeprefix("error")) from error
+    raise ImportError(f"kvtier.hf: {without_package(error, command)}") from error
 
 from kvtier.hf.attention import IMPLEMENTATION, register
 from kvtier.hf.cache import KvtierCache

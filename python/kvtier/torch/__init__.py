@@ -10,7 +10,7 @@ try:
     import torch  # noqa: F401
 except ImportError as error:
     command = "pip install './python[torch]' ./python/engine"
-    raise ImportError("kvtier.torch" + without_package(error, command).removeprefix("error")) from error
+    raise ImportError(f"kvtier.torch: {without_package(error, command)}") from error
 
 from kvtier.torch.ops import Session
 from kvtier.torch.parallel import HeadParallel, TokenParallel
