@@ -231,9 +231,10 @@ struct FusedWork {
   int begin;  // of the eligible ones among them
   int end;
 
+  /// `early`: as of `plan_of_query`.
   __device__ FusedWork(const FilterArgs& args, int query_index_, int kv_head_, unsigned rank,
-                       unsigned blocks)
-      : plan(plan_of_query(args, args.request.params, query_index_)),
+                       unsigned blocks, bool early = false)
+      : plan(plan_of_query(args, args.request.params, query_index_, early)),
         group_index(std::int64_t{query_index_} * args.request.kv.kv_heads + kv_head_),
         query_index(query_index_),
         kv_head(kv_head_) {

@@ -32,13 +32,14 @@ __device__ inline float exp2_fast(float x) {
   return result;
 }
 
-/// `params`: of the selection.
+/// `params`: of the selection. `early`: before a wait, when L1 may hold a former length.
 __device__ inline QueryPlan plan_of_query(const FilterArgs& args, const ScoreParams& params,
-                                          int query_index) {
+                                          int query_index, bool early = false) {
   const SelectRequest& request = args.request;
   const transfer::QueryToken& query = request.query_batch[query_index];
-  const transfer::AttendedSpans spans = transfer::attended_spans(
-      request.rule, request.sequences[query.sequence].counters->length, query);
+  const std::int64_t& length = request.sequences[query.sequence].counters->length;
+  const transfer::AttendedSpans spans =
+      transfer::attended_spans(request.rule, early ? __ldcg(&length) : length, query);
   return {.begin = spans.sink_end,
           .end = spans.eligible_end,
           .k = transfer::num_to_select(params.top_k, params.sparsity, spans),

@@ -487,20 +487,19 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
   const unsigned rank = blockIdx.x - static_cast<unsigned>(kv_head) * shape.blocks;
   shared.bins[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.chosen_before = 0;
-  transfer::cuda::wait_for_previous();
-  transfer::cuda::let_next_start();
-  // Of a query of which nothing is eligible they are of no use.
-  const std::int64_t group_index = std::int64_t{query_index} * args.request.kv.kv_heads + kv_head;
-  const StreamParts parts(args, group_index);
-  if constexpr (Kernel::kCollisions) {
-    args.filter.stream_groups[group_index].load_references(queries);
-  } else {
-    args.filter.stream_groups[group_index].load(queries);
-  }
-  FusedWork work(args, query_index, kv_head, rank, shape.blocks);
+  FusedWork work(args, query_index, kv_head, rank, shape.blocks, true);
   // There are fewer boxes than groups only where no group has two blocks, and none is used.
   const BlockExchange peers(args, min(work.group_index, std::int64_t{kFusedParts - 1}), rank,
                             shape.blocks);
+  transfer::cuda::wait_for_previous();
+  transfer::cuda::let_next_start();
+  // Of a query of which nothing is eligible they are of no use.
+  const StreamParts parts(args, work.group_index);
+  if constexpr (Kernel::kCollisions) {
+    args.filter.stream_groups[work.group_index].load_references(queries);
+  } else {
+    args.filter.stream_groups[work.group_index].load(queries);
+  }
   if (rank == 0 && threadIdx.x == 0) {
     if constexpr (kTwice) {
       count_read(args, work);

@@ -107,7 +107,7 @@ __global__ __launch_bounds__(kFusedThreads,
   };
   StreamWork prepared{};
   if (early) {  // as in stream/pass_cuda.cu
-    units.fill(args, blocks, false);
+    units.fill(args, blocks, StreamUnits::read_length(args.request), false);
     const int at = block * units.each;
     if (at < units.total()) {
       prepared = StreamWork(args, units, at, at + units.each);
@@ -116,7 +116,7 @@ __global__ __launch_bounds__(kFusedThreads,
   }
   transfer::cuda::wait_for_previous();
   transfer::cuda::let_next_start();
-  units.fill(args, blocks, early);
+  units.fill(args, blocks, StreamUnits::read_length(args.request), early);
   const int end = min((block + 1) * units.each, units.total());
 #pragma unroll 1
   for (int at = block * units.each; at < end;) {

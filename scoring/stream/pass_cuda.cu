@@ -419,10 +419,11 @@ struct StreamBlock {
 };
 
 /// Makes the tables of the group's queries and the references, starts the ring and clears the bins;
-/// `maker` has started. Reads of what an append changes no more than `work`. All threads; ends with
-/// a barrier.
-template <bool kRecall, int kQuads, int kChunks, int kBits>
-__device__ void prepare(const StreamBlock<kChunks>& block, const StreamWork& work) {
+/// `maker` has started. Reads of what an append changes no more than `work`. Calls `between` when
+/// the tables are there. All threads; ends with a barrier.
+template <bool kRecall, int kQuads, int kChunks, int kBits, typename Between>
+__device__ void prepare(const StreamBlock<kChunks>& block, const StreamWork& work,
+                        const Between& between) {
   StreamRing<kChunks>& ring = block.ring;
   block.bins[threadIdx.x] = 0;
   if constexpr (kRecall) block.bins[kFusedBins + threadIdx.x] = 0;
@@ -430,6 +431,7 @@ __device__ void prepare(const StreamBlock<kChunks>& block, const StreamWork& wor
   block.maker.template make<kBits, StreamRing<kChunks>::kStages - 1>(
       work.query_index, work.kv_head, [&] { ring.start(); }, block.queries);
   ring.start_last();
+  between();
   UnitScorer<kQuads, kChunks, kBits> scorer(block.args.request.params, block.queries,
                                             block.chunks(), block.norms);
   find_references<kRecall>(block.args, work, ring, scorer, block.parts, block.queries);
@@ -456,7 +458,8 @@ __device__ void score_work(const StreamBlock<kChunks>& block, const StreamWork& 
 
 // Blocks have runs of (unit, KV head) pairs, which may be of several (query, KV head). Dynamic
 // shared memory: the stages of all warps' rings, then the warps' norms; tables are made in the last
-// stage and behind it, in `shape.table_bytes`. `shape.early`: all is made ready before the wait.
+// stage and behind it, in `shape.table_bytes`. `shape.early`: tables are made before the wait, and
+// references of what was read before it.
 // kRecall: sums of the heads' weights too.
 template <bool kRecall, int kQuads, int kChunks, int kBits>
 __global__ __launch_bounds__(kFusedThreads,
@@ -491,14 +494,21 @@ __global__ __launch_bounds__(kFusedThreads,
   bool ahead = shape.early;  // of the wait
   int at = 0;
   int end = 0;
+  std::int64_t length = 0;
+  const auto wait = [&] {
+    if (input.after_append) transfer::cuda::wait_for_previous();
+    transfer::cuda::let_next_start();
+    length = StreamUnits::read_length(args.request);
+  };
+  if (ahead) {
+    length = StreamUnits::read_length(args.request);
+  } else {
+    wait();
+  }
   // With `ahead`, an append under way may or may not have counted its tokens; all that are eligible
   // were stored by earlier launches. Where it makes no difference, what is prepared stays.
   const auto find_units = [&] {
-    if (!ahead) {
-      if (input.after_append) transfer::cuda::wait_for_previous();
-      transfer::cuda::let_next_start();
-    }
-    units.fill(args, blocks, shape.early && !ahead);
+    units.fill(args, blocks, length, shape.early && !ahead);
     at = static_cast<int>(blockIdx.x) * units.each;
     end = min(at + units.each, units.total());
   };
@@ -515,7 +525,10 @@ __global__ __launch_bounds__(kFusedThreads,
           __syncthreads();
           maker.start();
         }
-        prepare<kRecall, kQuads, kChunks, kBits>(block, work);
+        // The length is read while references are made.
+        prepare<kRecall, kQuads, kChunks, kBits>(block, work, [&] {
+          if (ahead) wait();
+        });
         started = false;
       }
       if (ahead) {
@@ -527,6 +540,7 @@ __global__ __launch_bounds__(kFusedThreads,
       }
     }
     if (ahead) {
+      if (at >= end) wait();
       found = ahead = false;
     } else if (at >= end) {
       break;

@@ -71,17 +71,24 @@ struct StreamUnits {
                ? (end[query_index] + kFusedUnit - 1) / kFusedUnit - first(query_index)
                : 0;
   }
-  /// Shares the units among so many blocks. Where they were shared before, `again`, and no row has
-  /// more or fewer units, nothing but `end` changes. All threads of a block of at least kMaxBatch;
-  /// begins and ends with a barrier.
-  __device__ void fill(const FilterArgs& args, int blocks, bool again) {
+  /// The length of the sequence of the row that a thread has in `fill`. A load that is issued after
+  /// copies to shared memory returns after them, so nothing should wait for it at once.
+  [[nodiscard]] static __device__ std::int64_t read_length(const SelectRequest& request) {
+    const auto query_index = static_cast<int>(threadIdx.x);
+    if (query_index >= request.query_batch.count) return 0;
+    const int sequence = request.query_batch[query_index].sequence;
+    return __ldcg(&request.sequences[sequence].counters->length);
+  }
+  /// Shares the units among so many blocks. `length`: what `read_length` has returned. Where they
+  /// were shared before, `again`, and no row has more or fewer units, nothing but `end` changes.
+  /// All threads of a block of at least kMaxBatch; begins and ends with a barrier.
+  __device__ void fill(const FilterArgs& args, int blocks, std::int64_t length, bool again) {
     const SelectRequest& request = args.request;
     const auto query_index = static_cast<int>(threadIdx.x);
     int changed = again ? 0 : 1;
     if (query_index < request.query_batch.count) {
       const transfer::QueryToken& query = request.query_batch[query_index];
-      const transfer::AttendedSpans spans = transfer::attended_spans(
-          request.rule, __ldcg(&request.sequences[query.sequence].counters->length), query);
+      const transfer::AttendedSpans spans = transfer::attended_spans(request.rule, length, query);
       const int had = again ? count(query_index) : -1;
       const int had_first = again ? first(query_index) : -1;
       begin[query_index] = static_cast<int>(spans.sink_end);
