@@ -65,7 +65,7 @@ __device__ RowTarget target_of(const AppendArgs& args, const Row& row, bool norm
   if (row.token >= stored) return target;
   std::byte* block = args.blocks[row.item][token / kBlockTokens];
   const auto in_block = static_cast<int>(token % kBlockTokens);
-  target.norms = block + args.geometry.key_norm_offset(row.head, in_block);
+  target.norms = block + args.geometry.norms_offset(row.head, in_block);
   if (!norms) {
     const auto word = static_cast<int>(blockIdx.x);
     target.sketch = block + args.geometry.chunk_offset(row.head, word / 4, in_block) + word % 4 * 4;
@@ -278,7 +278,7 @@ __device__ void store_tiles(const AppendArgs& args, int first, int count, Books&
       if constexpr (!kScalar) {
         *reinterpret_cast<std::uint16_t*>(to.norms) = bad ? kNonfiniteNorm : norm_bits(key_sum);
       }
-      *reinterpret_cast<std::uint16_t*>(to.norms + args.geometry.norms_bytes()) =
+      *reinterpret_cast<std::uint16_t*>(to.norms + kNormBytes / 2) =
           bad ? kNonfiniteNorm : norm_bits(value_sum);
     }
     if (lane == 0 && bad && args.stores) {

@@ -48,7 +48,7 @@ struct RowTarget {
     std::byte* sketch;   // in blocks that sketch: its word, the first one of a scalar code
     std::int64_t token;  // in blocks that store: its number in the sequence
   };
-  std::byte* norms;  // its key norm
+  std::byte* norms;  // that of its key first
 };
 
 /// Bytes apart of rows in shared memory, so that eight of them lie in eight groups of banks.

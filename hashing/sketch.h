@@ -19,6 +19,8 @@ inline constexpr int kBlockTokens = 1024;
 /// A chunk is 128 sign bits: what one lane loads at once, and the depth of a binary matrix product.
 inline constexpr int kChunkBits = 128;
 inline constexpr int kChunkBytes = 16;
+/// Bytes of the two norms of a token.
+inline constexpr int kNormBytes = 4;
 
 /// fp16 bits of the norm of a token with NaN or infinity in its key or value: such a token scores
 /// lowest. Finite norms are clamped to [2^-24, 65504] and never have this value.
@@ -26,9 +28,8 @@ inline constexpr std::uint16_t kNonfiniteNorm = 0x7C00;
 
 /// Layout of one sketch block of one layer, for all KV heads:
 ///
-///     bits         [kv_heads][chunks][kBlockTokens][16 bytes]
-///     key norms    [kv_heads][kBlockTokens] fp16
-///     value norms  [kv_heads][kBlockTokens] fp16
+///     bits   [kv_heads][chunks][kBlockTokens][16 bytes]
+///     norms  [kv_heads][kBlockTokens][key, value] fp16
 ///
 /// Bit i of a token (plane i) is bit 31 - i % 32 of 32-bit word i / 32 of its bit string: plane 0
 /// is the most significant, so the bucket id of a table is P consecutive bits read as a big-endian
@@ -43,24 +44,27 @@ struct SketchGeometry {
   KVTIER_HOST_DEVICE std::int64_t bits_bytes() const {
     return std::int64_t{kv_heads} * chunks() * kBlockTokens * kChunkBytes;
   }
-  KVTIER_HOST_DEVICE std::int64_t norms_bytes() const {
-    return std::int64_t{kv_heads} * kBlockTokens * 2;
+  KVTIER_HOST_DEVICE std::int64_t block_bytes() const {
+    return bits_bytes() + std::int64_t{kv_heads} * kBlockTokens * kNormBytes;
   }
-  KVTIER_HOST_DEVICE std::int64_t block_bytes() const { return bits_bytes() + 2 * norms_bytes(); }
   /// Offset of a token's chunk inside its block.
   KVTIER_HOST_DEVICE std::int64_t chunk_offset(int kv_head, int chunk, int token_in_block) const {
     return ((std::int64_t{kv_head} * chunks() + chunk) * kBlockTokens + token_in_block) *
            kChunkBytes;
   }
+  /// Offset of a token's norms, that of its key first: one 32-bit word.
+  KVTIER_HOST_DEVICE std::int64_t norms_offset(int kv_head, int token_in_block) const {
+    return bits_bytes() + (std::int64_t{kv_head} * kBlockTokens + token_in_block) * kNormBytes;
+  }
   KVTIER_HOST_DEVICE std::int64_t key_norm_offset(int kv_head, int token_in_block) const {
-    return bits_bytes() + (std::int64_t{kv_head} * kBlockTokens + token_in_block) * 2;
+    return norms_offset(kv_head, token_in_block);
   }
   KVTIER_HOST_DEVICE std::int64_t value_norm_offset(int kv_head, int token_in_block) const {
-    return key_norm_offset(kv_head, token_in_block) + norms_bytes();
+    return norms_offset(kv_head, token_in_block) + kNormBytes / 2;
   }
   /// Sketch bytes of one token and KV head that an estimator reads: bits, and one or both norms.
   KVTIER_HOST_DEVICE std::int64_t token_bytes() const {
-    return std::int64_t{chunks()} * kChunkBytes + 4;
+    return std::int64_t{chunks()} * kChunkBytes + kNormBytes;
   }
 };
 

@@ -20,12 +20,11 @@ constexpr double kNone = -std::numeric_limits<double>::infinity();
 
 // Key norms, and what a score has beside the logit, of tokens of one block.
 KVTIER_SIMD_CLONES
-void load_norms(const std::uint16_t* key_bits, const std::uint16_t* value_bits, std::int64_t count,
-                float* key, float* log_value) {
+void load_norms(const std::uint32_t* norms, std::int64_t count, float* key, float* log_value) {
 #pragma omp simd
   for (std::int64_t i = 0; i < count; ++i) {
-    key[i] = simd::from_fp16_magnitude(key_bits[i]);
-    log_value[i] = simd::log(simd::from_fp16_magnitude(value_bits[i]));
+    key[i] = simd::from_fp16_magnitude(static_cast<std::uint16_t>(norms[i]));
+    log_value[i] = simd::log(simd::from_fp16_magnitude(static_cast<std::uint16_t>(norms[i] >> 16)));
   }
 }
 
@@ -68,10 +67,8 @@ Moments read_logits(const RecallGroup& group, int head, std::vector<float>& logi
     const std::int64_t count =
         std::min<std::int64_t>(hashing::kBlockTokens - in_block, group.spans.eligible_end - token);
     const std::byte* block = blocks[token / hashing::kBlockTokens];
-    load_norms(reinterpret_cast<const std::uint16_t*>(
-                   block + request.sketch.key_norm_offset(group.kv_head, in_block)),
-               reinterpret_cast<const std::uint16_t*>(
-                   block + request.sketch.value_norm_offset(group.kv_head, in_block)),
+    load_norms(reinterpret_cast<const std::uint32_t*>(
+                   block + request.sketch.norms_offset(group.kv_head, in_block)),
                count, key.data(), log_value.data());
     const std::int64_t first = token - group.spans.sink_end;
     for (std::int64_t i = 0; i < count; ++i) {

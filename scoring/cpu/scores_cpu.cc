@@ -23,16 +23,17 @@ struct TileNorms {
 };
 
 KVTIER_SIMD_CLONES
-void load_norms(const std::uint16_t* key_bits, const std::uint16_t* value_bits, int count,
-                float* key, float* value, float* log_value, float* alive) {
+void load_norms(const std::uint32_t* norms, int count, float* key, float* value, float* log_value,
+                float* alive) {
 #pragma omp simd
   for (int i = 0; i < count; ++i) {
-    key[i] = simd::from_fp16_magnitude(key_bits[i]);
-    value[i] = simd::from_fp16_magnitude(value_bits[i]);
+    const auto key_bits = static_cast<std::uint16_t>(norms[i]);
+    const auto value_bits = static_cast<std::uint16_t>(norms[i] >> 16);
+    key[i] = simd::from_fp16_magnitude(key_bits);
+    value[i] = simd::from_fp16_magnitude(value_bits);
     log_value[i] = simd::log(value[i]);
-    alive[i] = key_bits[i] == hashing::kNonfiniteNorm || value_bits[i] == hashing::kNonfiniteNorm
-                   ? 0.0F
-                   : 1.0F;
+    alive[i] =
+        key_bits == hashing::kNonfiniteNorm || value_bits == hashing::kNonfiniteNorm ? 0.0F : 1.0F;
   }
 }
 
@@ -188,10 +189,8 @@ void score_tile(const ScoreParams& params, const hashing::SketchGeometry& geomet
                 std::int64_t head_stride, TilePartial* partials, std::int64_t partial_stride) {
   assert(tile.count <= kTileTokens && query.group <= kMaxGroup);
   TileNorms norms;
-  load_norms(reinterpret_cast<const std::uint16_t*>(
-                 tile.block + geometry.key_norm_offset(tile.kv_head, tile.first)),
-             reinterpret_cast<const std::uint16_t*>(
-                 tile.block + geometry.value_norm_offset(tile.kv_head, tile.first)),
+  load_norms(reinterpret_cast<const std::uint32_t*>(
+                 tile.block + geometry.norms_offset(tile.kv_head, tile.first)),
              tile.count, norms.key.data(), norms.value.data(), norms.log_value.data(),
              norms.alive.data());
   TileSums sums;

@@ -191,8 +191,7 @@ SketchTile tile_of_slots(const SelectRequest& request, int sequence, int kv_head
       copy(to.chunk_offset(0, chunk, i), from.chunk_offset(kv_head, chunk, at),
            run * hashing::kChunkBytes);
     }
-    copy(to.key_norm_offset(0, i), from.key_norm_offset(kv_head, at), run * 2);
-    copy(to.value_norm_offset(0, i), from.value_norm_offset(kv_head, at), run * 2);
+    copy(to.norms_offset(0, i), from.norms_offset(kv_head, at), run * hashing::kNormBytes);
     i += static_cast<int>(run);
   }
   return {.block = memory.data(), .kv_head = 0, .first = 0, .count = count};

@@ -70,12 +70,9 @@ class FusedRing {
     spare_ = sums + units * kSumsBytes + warp * shape.spare;
     const hashing::SketchGeometry& sketch = args.request.sketch;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    constexpr int kNormLanes = kFusedUnit * 2 / 16;
     codes_ = sketch.chunk_offset(kv_head, 0, 0) + lane * 16;
-    norms_ = lane < kNormLanes ? sketch.key_norm_offset(kv_head, 0)
-                               : sketch.value_norm_offset(kv_head, 0);
-    norms_ += lane % kNormLanes * 16;
-    copies_norms_ = lane < 2 * kNormLanes;
+    norms_ = sketch.norms_offset(kv_head, 0) + lane * 16;
+    copies_norms_ = lane * 16 < kNormBytes;
   }
 
   /// Starts to copy the first units. What an earlier call has started has come to nothing.
@@ -150,11 +147,11 @@ class FusedRing {
     if (copies_norms_) {
       transfer::cuda::copy_async_16_once(
           norms_to_ + static_cast<unsigned>(next_ * kFusedWarps * kNormBytes + lane * 16),
-          block + norms_ + unit * kFusedUnit * 2, policy_);
+          block + norms_ + unit * kNormBytes, policy_);
     }
   }
 
-  static constexpr int kNormBytes = kFusedUnit * 4;
+  static constexpr int kNormBytes = kFusedUnit * hashing::kNormBytes;
   static constexpr int kSumsBytes = fused_sums_bytes(kQuads);
 
   unsigned norms_to_;    // of the warp's first unit
@@ -207,9 +204,10 @@ __device__ inline float log2_norm(float x) {
 
 /// The two norms of a token in one word, 0 for one that is not finite.
 struct PackedNorms {
-  __device__ static std::uint32_t pack(std::uint32_t key, std::uint32_t value) {
+  /// Of those in a sketch block.
+  __device__ static std::uint32_t pack(std::uint32_t norms) {
     constexpr std::uint32_t kBad = hashing::kNonfiniteNorm;
-    return key == kBad || value == kBad ? 0U : key | value << 16;
+    return (norms & 0xFFFFU) == kBad || norms >> 16 == kBad ? 0U : norms;
   }
   /// `weight`: what the logarithm of the value norm counts, 0 or 1.
   __device__ static FusedNorms unpack(std::uint32_t packed, float weight) {
@@ -318,11 +316,10 @@ __device__ void score_tokens(const ScoreParams& params, FusedRing<kQuads>& ring,
   for (int first = warp * kFusedUnit; first < work.count; first += kFusedWarps * kFusedUnit) {
     const FusedUnitBits bits = ring.wait();
     std::uint32_t* const packed_to = scores.norms + first;
-    const auto* raw = reinterpret_cast<const std::uint16_t*>(packed_to) + lane;
     std::uint32_t packed[kTiles];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      packed[tile] = PackedNorms::pack(raw[tile * kFusedTile], raw[kFusedUnit + tile * kFusedTile]);
+      packed[tile] = PackedNorms::pack(packed_to[tile * kFusedTile + lane]);
     }
     __syncwarp();  // all lanes have read what packed norms replace
     FusedNorms norms[kTiles][4];

@@ -41,7 +41,7 @@ inline constexpr int kFusedList = 128;
 inline constexpr int kFusedPiece = kFusedUnit * hashing::kChunkBytes;
 
 inline int __host__ __device__ fused_unit_bytes(int chunks) {
-  return chunks * kFusedPiece + 2 * kFusedUnit * 2;
+  return chunks * kFusedPiece + kFusedUnit * hashing::kNormBytes;
 }
 
 /// Tokens of a tile: what a warp scores at once.
@@ -51,7 +51,7 @@ inline constexpr int kFusedTile = 32;
 /// 4 g + r of it: a lane that has the sums of a head and four tokens writes them at once, and a
 /// thread reads those of four tokens at once.
 struct FusedScores {
-  std::uint32_t* norms;  ///< `[tile][32]` of `PackedNorms`; before, a unit's key and value norms
+  std::uint32_t* norms;  ///< `[tile][32]` of `PackedNorms`; before, those of the sketch blocks
   uint2* sums;           ///< `[tile][quad][32]`: four tokens' sums of head lane % 4
 
   __device__ static unsigned entry_of(unsigned token) {

@@ -72,11 +72,9 @@ __device__ inline Norms make_norms(std::uint16_t key, std::uint16_t value) {
 
 __device__ inline Norms load_norms(const hashing::SketchGeometry& sketch, const std::byte* block,
                                    int kv_head, int token) {
-  const auto key =
-      __ldg(reinterpret_cast<const std::uint16_t*>(block + sketch.key_norm_offset(kv_head, token)));
-  const auto value = __ldg(
-      reinterpret_cast<const std::uint16_t*>(block + sketch.value_norm_offset(kv_head, token)));
-  return make_norms(key, value);
+  const std::uint32_t norms =
+      __ldg(reinterpret_cast<const std::uint32_t*>(block + sketch.norms_offset(kv_head, token)));
+  return make_norms(static_cast<std::uint16_t>(norms), static_cast<std::uint16_t>(norms >> 16));
 }
 
 template <int kHeads>

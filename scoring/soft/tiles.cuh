@@ -117,7 +117,8 @@ class TileReader {
   }
   __device__ void read(int tile, const std::byte* block) {
     const int token = tile % kTilesPerBlock * kFusedTile;
-    norm_ = __ldg(reinterpret_cast<const std::uint16_t*>(block + norms_) + token);
+    norm_ =
+        __ldg(reinterpret_cast<const std::uint16_t*>(block + norms_ + token * hashing::kNormBytes));
     code_ = read_p10_l60(reinterpret_cast<const uint4*>(block + chunks_) + token);
   }
 

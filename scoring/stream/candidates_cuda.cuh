@@ -206,13 +206,11 @@ __device__ void gather_unit(const FilterArgs& args, const FusedWork& work, const
   const hashing::SketchGeometry& sketch = args.request.sketch;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const unsigned codes = transfer::cuda::shared_address(unit);
-  auto* const norms =
-      reinterpret_cast<std::uint16_t*>(unit + chunks * kFusedUnit * hashing::kChunkBytes);
+  auto* const norms = reinterpret_cast<std::uint32_t*>(unit + chunks * kFusedPiece);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int i = half * 32 + lane;
-    std::uint16_t key = 0;
-    std::uint16_t value = 0;
+    std::uint32_t both = 0;
     if (half < tiles && base + i < found.count && wanted(base + i)) {
       const int token = found.tokens[base + i];
       const std::byte* block = work.plan.blocks[token / hashing::kBlockTokens];
@@ -222,13 +220,10 @@ __device__ void gather_unit(const FilterArgs& args, const FusedWork& work, const
             codes + static_cast<unsigned>((chunk * kFusedUnit + i) * hashing::kChunkBytes),
             block + sketch.chunk_offset(work.kv_head, chunk, in_block), true);
       }
-      key = __ldg(reinterpret_cast<const std::uint16_t*>(
-          block + sketch.key_norm_offset(work.kv_head, in_block)));
-      value = __ldg(reinterpret_cast<const std::uint16_t*>(
-          block + sketch.value_norm_offset(work.kv_head, in_block)));
+      both = __ldg(reinterpret_cast<const std::uint32_t*>(
+          block + sketch.norms_offset(work.kv_head, in_block)));
     }
-    norms[i] = key;
-    norms[kFusedUnit + i] = value;
+    norms[i] = both;
   }
   transfer::cuda::copy_async_commit();
 }

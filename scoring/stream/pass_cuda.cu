@@ -27,16 +27,14 @@ class StreamRing {
         warp_(static_cast<int>(threadIdx.x) / 32),
         memory_(memory + warp_ * fused_unit_bytes(chunks_)),
         policy_(transfer::cuda::read_once_policy()),
-        copies_norms_(static_cast<int>(threadIdx.x) % 32 < 2 * kNormLanes) {}
+        copies_norms_(static_cast<int>(threadIdx.x) % 32 * 16 < kNormBytes) {}
 
   /// Looks up the addresses of the first units. No copies to the ring are under way: loads that are
   /// issued after copies return after them.
   __device__ void find(const StreamWork& work) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     codes_ = sketch_.chunk_offset(work.kv_head, 0, 0) + lane * 16;
-    norms_ = lane < kNormLanes ? sketch_.key_norm_offset(work.kv_head, 0)
-                               : sketch_.value_norm_offset(work.kv_head, 0);
-    norms_ += lane % kNormLanes * 16;
+    norms_ = sketch_.norms_offset(work.kv_head, 0) + lane * 16;
     references_ = work.warp_references(warp_);
     end_ = references_ + work.warp_units(warp_);
     first_ = work.unit(warp_, 0);
@@ -100,7 +98,7 @@ class StreamRing {
       }
     }
     if (copies_norms_) {
-      copy(to + chunks_ * kChunkBytes, block + norms_ + in_block * kFusedUnit * 2);
+      copy(to + chunks_ * kChunkBytes, block + norms_ + in_block * kNormBytes);
     }
   }
   __device__ void copy(unsigned to, const std::byte* from) const {
@@ -113,7 +111,7 @@ class StreamRing {
   }
 
   static constexpr int kUnitsPerBlock = hashing::kBlockTokens / kFusedUnit;
-  static constexpr int kNormLanes = kFusedUnit * 2 / 16;
+  static constexpr int kNormBytes = kFusedUnit * hashing::kNormBytes;
 
   const hashing::SketchGeometry& sketch_;
   int chunks_;

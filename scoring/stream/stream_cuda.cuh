@@ -399,14 +399,9 @@ class UnitScorer {
   __device__ void begin_unit(const std::byte* unit, int begin, int end) {
     unit_ = unit;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const auto* raw =
-        reinterpret_cast<const std::uint32_t*>(unit + chunks_ * kFusedUnit * hashing::kChunkBytes) +
-        lane;
-    const std::uint32_t key_pair = raw[0];
-    const std::uint32_t value_pair = raw[kFusedUnit / 2];
-    FusedNorms own[2] = {
-        PackedNorms::unpack(PackedNorms::pack(key_pair & 0xFFFFU, value_pair & 0xFFFFU), weight_),
-        PackedNorms::unpack(PackedNorms::pack(key_pair >> 16, value_pair >> 16), weight_)};
+    const uint2 two = reinterpret_cast<const uint2*>(unit + chunks_ * kFusedPiece)[lane];
+    FusedNorms own[2] = {PackedNorms::unpack(PackedNorms::pack(two.x), weight_),
+                         PackedNorms::unpack(PackedNorms::pack(two.y), weight_)};
     if (begin > 0 || end < kFusedUnit) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
