@@ -136,6 +136,11 @@ class FusedRing {
     const FusedUnitBits bits = bits_of(stage_);
     const unsigned to = bits.first + static_cast<unsigned>(lane * 16);
     const std::byte* codes = block + codes_ + unit * kFusedPiece;
+    if (copies_norms_) {
+      transfer::cuda::copy_async_16_once(
+          norms_to_ + static_cast<unsigned>(next_ * kFusedWarps * kNormBytes + lane * 16),
+          block + norms_ + unit * kNormBytes, policy_);
+    }
     for (int chunk = 0; chunk < chunks_; ++chunk) {
 #pragma unroll
       for (int i = 0; i < kFusedPiece / 512; ++i) {
@@ -143,11 +148,6 @@ class FusedRing {
             to + static_cast<unsigned>(chunk) * bits.stride + i * 512,
             codes + chunk * kStrideBytes + i * 512, policy_);
       }
-    }
-    if (copies_norms_) {
-      transfer::cuda::copy_async_16_once(
-          norms_to_ + static_cast<unsigned>(next_ * kFusedWarps * kNormBytes + lane * 16),
-          block + norms_ + unit * kNormBytes, policy_);
     }
   }
 
