@@ -457,8 +457,7 @@ __device__ void score_work(const StreamBlock<kChunks>& block, const StreamWork& 
 // Blocks have runs of (unit, KV head) pairs, which may be of several (query, KV head). Dynamic
 // shared memory: the stages of all warps' rings, then the warps' norms; tables are made in the last
 // stage and behind it, in `shape.table_bytes`. `shape.early`: tables are made before the wait, and
-// references of what was read before it.
-// kRecall: sums of the heads' weights too.
+// references of units that were found before it. kRecall: sums of the heads' weights too.
 template <bool kRecall, int kQuads, int kChunks, int kBits>
 __global__ __launch_bounds__(kFusedThreads,
                              1) void stream_pass(const __grid_constant__ FilterArgs args,
