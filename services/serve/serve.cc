@@ -90,6 +90,10 @@ void read_config(CLI::App& app, const std::string& path) {
   }
 }
 
+bool has_no_data_plane(const ServeCommand& command) {
+  return command.data_listen.size() == 1 && command.data_listen[0] == "none";
+}
+
 /// Refuses what does nothing without another option. CLI11's `needs` would look before the file is
 /// read.
 void check_needs(const CLI::App& app, const ServeCommand& command) {
@@ -99,6 +103,9 @@ void check_needs(const CLI::App& app, const ServeCommand& command) {
   need("--disk-capacity-mib", !command.disk_cache.empty(), "--disk-cache");
   need("--page-folder-mib", !command.page_folder.empty(), "--page-folder");
   need("--remote-ttl-seconds", !command.remote.empty(), "--memcached or --redis");
+  need("--row-cache-rows", command.row_cache_mib != 0 || command.memory.row_cache_rows <= 0,
+       "--row-cache-mib above 0");
+  need("--max-device-regions", !has_no_data_plane(command), "--data-listen");
 }
 
 std::chrono::milliseconds milliseconds(double seconds) {
@@ -126,7 +133,7 @@ void raise_descriptor_limit() {
 std::vector<Endpoint> data_endpoints(const ServeCommand& command,
                                      const std::vector<Endpoint>& listen) {
   std::vector<Endpoint> endpoints;
-  if (command.data_listen.size() == 1 && command.data_listen[0] == "none") return endpoints;
+  if (has_no_data_plane(command)) return endpoints;
   for (const std::string& text : command.data_listen)
     endpoints.push_back(parse_endpoint(text, "data-listen"));
   if (!endpoints.empty()) return endpoints;

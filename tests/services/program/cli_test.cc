@@ -170,6 +170,8 @@ TEST_F(CliTest, SaysWhatNumbersItExpects) {
       {{"replay", trace, "--tau", "warm"}, "--tau: expected a number, found warm"},
       {{"plan", "--preset", "qwen3-8b", "--gpu", "1G", "--hits", "nan"},
        "--hits: expected 0 to 1, found nan"},
+      {{"plan", "--preset", "qwen3-8b", "--gpu", "1G", "--hits", "0.5"},
+       "expected --calibration with --hits, found none"},
       {{"calibrate", "--region", "much"}, "--region: expected a size such as 64K, found much"}};
   for (const auto& [arguments, message] : cases) {
     const CliResult result = run_kvtier(arguments);
