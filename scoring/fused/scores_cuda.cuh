@@ -26,12 +26,13 @@ class UnitBlocks {
   }
   /// That of unit `i`; one after another.
   __device__ const std::byte* at(int i) {
-    if (i > 0 && i % 32 == 0) {
+    const unsigned in_lane = static_cast<unsigned>(i) % 32;
+    if (in_lane == 0 && i > 0) {
       own_ = next_;
       next_ = load(i + 32 + static_cast<int>(threadIdx.x) % 32);
     }
     return reinterpret_cast<const std::byte*>(
-        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(own_), i % 32));
+        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(own_), in_lane));
   }
 
  private:
@@ -204,10 +205,10 @@ __device__ inline float log2_norm(float x) {
 
 /// The two norms of a token in one word, 0 for one that is not finite.
 struct PackedNorms {
-  /// Of those in a sketch block.
+  /// Of those in a sketch block, of which none exceeds `kNonfiniteNorm`.
   __device__ static std::uint32_t pack(std::uint32_t norms) {
-    constexpr std::uint32_t kBad = hashing::kNonfiniteNorm;
-    return (norms & 0xFFFFU) == kBad || norms >> 16 == kBad ? 0U : norms;
+    constexpr std::uint32_t kToSign = 0x8000U - hashing::kNonfiniteNorm;
+    return ((norms + (kToSign << 16 | kToSign)) & 0x80008000U) == 0 ? norms : 0U;
   }
   /// `weight`: what the logarithm of the value norm counts, 0 or 1.
   __device__ static FusedNorms unpack(std::uint32_t packed, float weight) {

@@ -287,7 +287,7 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const ScoreParams& 
     gather_unit(args, work, found, base, tiles, chunks, unit, [&](int i) { return !left(i); });
     transfer::cuda::copy_async_wait<0>();
     __syncwarp();  // the copies and norms of all lanes
-    scorer.begin_unit(unit, 0, kFusedUnit);
+    scorer.begin_unit(unit, 0, {0, kFusedUnit});
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       __syncwarp();  // binary products take whole warps

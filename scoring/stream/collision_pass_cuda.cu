@@ -68,7 +68,7 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
           shares[h] = fminf(shares[h], values[h] * combine.factor(h) * inverse);
         }
       }
-      key = approximate_key<CollisionKeys>(log2_norm(combined));
+      key = approximate_key<CollisionKeys>(log2_norm(combined), true);
       atomicAdd(bins + CollisionKeys::bin_of(key), 1U);
     }
     keys[token] = static_cast<std::uint16_t>(key);

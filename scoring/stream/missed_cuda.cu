@@ -61,7 +61,7 @@ __global__ __launch_bounds__(kFusedThreads,
     gather_unit(args, work, selected, base, kUnitTiles, chunks, unit, [](int) { return true; });
     transfer::cuda::copy_async_wait<0>();
     __syncwarp();  // the copies and norms of all lanes
-    scorer.begin_unit(unit, 0, min(selected.count - base, kFusedUnit));
+    scorer.begin_unit(unit, base, {0, static_cast<unsigned>(selected.count)});
 #pragma unroll 1
     for (int tile = 0; tile < kUnitTiles; ++tile) {
       __syncwarp();  // binary products take whole warps

@@ -26,6 +26,7 @@ class StreamRing {
         chunks_(kChunks > 0 ? kChunks : chunks),
         warp_(static_cast<int>(threadIdx.x) / 32),
         memory_(memory + warp_ * fused_unit_bytes(chunks_)),
+        memory_to_(transfer::cuda::shared_address(memory_) + threadIdx.x % 32 * 16),
         policy_(transfer::cuda::read_once_policy()),
         copies_norms_(static_cast<int>(threadIdx.x) % 32 * 16 < kNormBytes) {}
 
@@ -37,14 +38,17 @@ class StreamRing {
     norms_ = sketch_.norms_offset(work.kv_head, 0) + lane * 16;
     references_ = work.warp_references(warp_);
     end_ = references_ + work.warp_units(warp_);
-    first_ = work.unit(warp_, 0);
+    const int first = work.unit(warp_, 0);
+    const int in_block = first % kUnitsPerBlock;  // as of every unit of the warp
+    own_codes_ = codes_ + in_block * kCodeBytes;
+    own_norms_ = norms_ + in_block * kNormBytes;
     // A lane has one of the units that give references.
     static_assert(StreamWork::kMostReferences <= 32 * kFusedWarps);
     if (lane < references_) {
       reference_ = work.reference_unit(warp_, lane);
       reference_block_ = work.blocks[reference_ / kUnitsPerBlock];
     }
-    blocks_.start(work.blocks, first_, end_ - references_);
+    blocks_.start(work.blocks, first, end_ - references_);
     next_ = 0;
     stage_ = 0;
   }
@@ -66,64 +70,76 @@ class StreamRing {
     __syncwarp();  // all lanes have read it
     fill_next();
   }
+  /// The same of a unit behind those that give references.
+  __device__ void release_own() {
+    __syncwarp();  // all lanes have read it
+    fill_own();
+    end_fill();
+  }
 
  private:
   /// One group of copies per call, empty past the end, so that waiting can count groups.
   __device__ void fill_next() {
     if (next_ < references_) {
       const auto block = reinterpret_cast<unsigned long long>(reference_block_);
-      fill(reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, block, next_)),
-           __shfl_sync(kFullWarp, reference_, next_));
-    } else if (next_ < end_) {
-      fill(blocks_.at(next_ - references_), first_);
+      const int unit = __shfl_sync(kFullWarp, reference_, next_);
+      const auto* from = reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, block, next_));
+      const unsigned in_block = static_cast<unsigned>(unit) % kUnitsPerBlock;
+      fill(from + codes_ + in_block * kCodeBytes, from + norms_ + in_block * kNormBytes);
+    } else {
+      fill_own();
     }
+    end_fill();
+  }
+  __device__ void fill_own() {
+    if (next_ >= end_) return;
+    const std::byte* block = blocks_.at(next_ - references_);
+    fill(block + own_codes_, block + own_norms_);
+  }
+  __device__ void end_fill() {
     transfer::cuda::copy_async_commit();
     ++next_;
     stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
   }
-  /// Copies a unit of `block`, in the place of `unit` in its own.
-  __device__ void fill(const std::byte* block, int unit) {
-    constexpr int kChunkBytes = kFusedUnit * hashing::kChunkBytes;
+  /// Copies a unit, of which a lane's first vector of the first chunk is at `codes`.
+  __device__ void fill(const std::byte* codes, const std::byte* norms) {
     constexpr int kStrideBytes = hashing::kBlockTokens * hashing::kChunkBytes;
-    const int in_block = unit % kUnitsPerBlock;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
     const unsigned to =
-        transfer::cuda::shared_address(memory_ + stage_ * kFusedWarps * fused_unit_bytes(chunks_)) +
-        static_cast<unsigned>(lane * 16);
-    const std::byte* codes = block + codes_ + in_block * kChunkBytes;
+        memory_to_ + static_cast<unsigned>(stage_ * kFusedWarps * fused_unit_bytes(chunks_));
     for (int chunk = 0; chunk < chunks_; ++chunk) {
 #pragma unroll
-      for (int i = 0; i < kChunkBytes / 512; ++i) {
-        copy(to + chunk * kChunkBytes + i * 512, codes + chunk * kStrideBytes + i * 512);
+      for (int i = 0; i < kCodeBytes / 512; ++i) {
+        copy(to + chunk * kCodeBytes + i * 512, codes + chunk * kStrideBytes + i * 512, true);
       }
     }
-    if (copies_norms_) {
-      copy(to + chunks_ * kChunkBytes, block + norms_ + in_block * kNormBytes);
-    }
+    copy(to + chunks_ * kCodeBytes, norms, copies_norms_);
   }
-  __device__ void copy(unsigned to, const std::byte* from) const {
+  __device__ void copy(unsigned to, const std::byte* from, bool wanted) const {
     // nvcc 13.0 makes an illegal instruction of the policy where the number of chunks is not known.
     if constexpr (kChunks > 0) {
-      transfer::cuda::copy_async_16_once(to, from, policy_);
+      transfer::cuda::copy_async_16_once(to, from, policy_, wanted);
     } else {
-      transfer::cuda::copy_async_16(to, from);
+      if (wanted) transfer::cuda::copy_async_16(to, from);
     }
   }
 
   static constexpr int kUnitsPerBlock = hashing::kBlockTokens / kFusedUnit;
+  static constexpr int kCodeBytes = kFusedUnit * hashing::kChunkBytes;  // of a chunk
   static constexpr int kNormBytes = kFusedUnit * hashing::kNormBytes;
 
   const hashing::SketchGeometry& sketch_;
   int chunks_;
   int warp_;
   std::byte* memory_;
+  unsigned memory_to_;  // of the lane's first vector
   std::uint64_t policy_;
   bool copies_norms_;
   std::int64_t codes_ = 0;  // of the lane's first vector in a block
   std::int64_t norms_ = 0;
+  std::int64_t own_codes_ = 0;  // the same of the warp's own units
+  std::int64_t own_norms_ = 0;
   int references_ = 0;
   int end_ = 0;
-  int first_ = 0;  // of the units that are the warp's own
   int next_ = 0;
   int stage_ = 0;
   UnitBlocks blocks_;
@@ -267,7 +283,7 @@ __device__ void find_references(const FilterArgs& args, const StreamWork& work,
 #pragma unroll 1
   for (int i = 0; i < work.warp_references(warp); ++i) {
     const int first = work.reference_unit(warp, i) * kFusedUnit;
-    scorer.begin_unit(ring.wait(), work.begin_in(first), work.end_in(first));
+    scorer.begin_unit(ring.wait(), first, work.eligible());
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
       float values[kUnitTiles][4];
@@ -290,6 +306,11 @@ __device__ void find_references(const FilterArgs& args, const StreamWork& work,
   make_references(args, parts, queries);
 }
 
+/// Counts an approximate key in bins at a shared address.
+__device__ inline void count_key(unsigned bins, unsigned key) {
+  asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(bins + ShareKeys::bin_of(key) * 4) : "memory");
+}
+
 /// Writes the approximate keys of the block's units, and its parts of the normalisers. Counts
 /// tokens in `bins`, clear before; for a recall target by their scores, too, in the next
 /// kFusedBins.
@@ -304,10 +325,11 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
   const ScoreParams& params = args.request.params;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const bool prioritised = params.rule == SelectionRule::kPriority;
+  // Without a branch: the two tiles of a unit are worked on together.
+  const float priority = params.rule == SelectionRule::kPriority ? 1.0F : 0.0F;
   const std::uint32_t set = priority_key(params, work.kv_head);
-  std::uint16_t* const keys =
-      args.filter.stream_keys + work.group_index * args.max_tokens + own_token();
+  const EligibleTokens eligible = work.eligible();
+  const unsigned bins_at = transfer::cuda::shared_address(bins);
   float references[kQuads];
   float parts[kQuads];  // relative to the references
   LaneSums<kQuads> far;
@@ -320,12 +342,12 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
     parts[quad] = 0.0F;
   }
   const int units = work.warp_units(warp);
+  int first = work.unit(warp, 0) * kFusedUnit;
+  std::uint16_t* keys =
+      args.filter.stream_keys + work.group_index * args.max_tokens + first + own_token();
 #pragma unroll 1
   for (int i = 0; i < units; ++i) {
-    const int first = work.unit(warp, i) * kFusedUnit;
-    const int begin = work.begin_in(first);
-    const int end = work.end_in(first);
-    scorer.begin_unit(ring.wait(), begin, end);
+    scorer.begin_unit(ring.wait(), first, eligible);
     float shares[kUnitTiles][4];
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
@@ -340,41 +362,42 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
           key_norms(scorer, tile, key_norm);
           recall.template add<true>(quad, logits, key_norm, references[quad], slopes[quad]);
         }
+        float of_tile[4];
 #pragma unroll
         for (int row = 0; row < 4; ++row) {
-          const float share = exp2_fast(values[tile][row] - references[quad]);
-          shares[tile][row] = quad == 0 ? share : shares[tile][row] + share;
-          part += share;
+          of_tile[row] = exp2_fast(values[tile][row] - references[quad]);
+          shares[tile][row] = quad == 0 ? of_tile[row] : shares[tile][row] + of_tile[row];
         }
+        part += (of_tile[0] + of_tile[1]) + (of_tile[2] + of_tile[3]);
       }
-      if (part < kMostPart) {
+      if (__all_sync(kFullWarp, part < kMostPart)) {
         parts[quad] += part;
       } else {
         far.add(quad, values);
       }
-      __syncwarp();  // binary products take whole warps
     }
-    ring.release();
+    ring.release_own();
+    float sums[kUnitTiles];
 #pragma unroll
     for (int tile = 0; tile < kUnitTiles; ++tile) {
-      const float sum = reduce_heads(shares[tile], [](float a, float b) { return a + b; });
-      const int token = tile * kFusedTile + own_token();
-      const bool eligible = token >= begin && token < end;
-      float log_uniform = 0.0F;
-      if (prioritised) {
-        log_uniform = log2_norm(priority_uniform(set, static_cast<std::uint32_t>(first + token)));
-      }
-      const unsigned key = eligible ? approximate_key<ShareKeys>(log2_norm(sum) - log_uniform) : 0U;
-      keys[first + tile * kFusedTile] = static_cast<std::uint16_t>(key);
-      if (eligible) {
-        atomicAdd(bins + ShareKeys::bin_of(key), 1U);
-        if constexpr (kRecall) {
-          const unsigned of_score = approximate_key<ShareKeys>(log2_norm(sum));
-          atomicAdd(bins + kFusedBins + ShareKeys::bin_of(of_score), 1U);
-        }
-      }
-      __syncwarp();  // binary products take whole warps
+      sums[tile] = reduce_heads(shares[tile], [](float a, float b) { return a + b; });
     }
+#pragma unroll
+    for (int tile = 0; tile < kUnitTiles; ++tile) {
+      const int token = first + tile * kFusedTile + own_token();
+      const bool present = eligible.has(token);
+      const float log = log2_norm(sums[tile]);
+      const float log_uniform = log2_norm(priority_uniform(set, static_cast<std::uint32_t>(token)));
+      const unsigned key = approximate_key<ShareKeys>(fmaf(-priority, log_uniform, log), present);
+      keys[tile * kFusedTile] = static_cast<std::uint16_t>(key);
+      count_key(bins_at, key);
+      if constexpr (kRecall) {
+        count_key(bins_at + kFusedBins * 4, approximate_key<ShareKeys>(log, present));
+      }
+    }
+    first += kFusedWarps * kFusedUnit;
+    keys += kFusedWarps * kFusedUnit;
+    __syncwarp();  // binary products take whole warps
   }
 #pragma unroll
   for (int quad = 0; quad < kQuads; ++quad) {

@@ -29,9 +29,11 @@ struct ShareKeys {
   using ExactBins = ShareBins;  ///< Of the choice.
 
   /// The bin of a key, of 1/8 octaves from 2^-44 to 2^20: what is below counts in the first, what
-  /// is above in the last.
-  __device__ static int bin_of(unsigned key) {
-    return min(max((static_cast<int>(key) - kBinBase) >> kBinShift, 0), kFusedBins - 1);
+  /// is above in the last. The first has a count of no use: tokens that are not eligible count,
+  /// too.
+  __device__ static unsigned bin_of(unsigned key) {
+    constexpr unsigned kEnd = kBinBase + (kFusedBins << kBinShift);
+    return (min(max(key, unsigned{kBinBase}), kEnd - 1) >> kBinShift) - (kBinBase >> kBinShift);
   }
   /// The least key of a bin but the first.
   __device__ static int least_of(int bin) { return kBinBase + (bin << kBinShift); }
@@ -39,11 +41,12 @@ struct ShareKeys {
   static constexpr int kBinShift = 4;
 };
 
-/// The approximate key of an eligible token, of the base-2 logarithm of what it is ranked by.
+/// The approximate key of a token, of the base-2 logarithm of what it is ranked by, -infinity of
+/// one that is not eligible.
 template <typename Keys>
-__device__ std::uint16_t approximate_key(float log) {
+__device__ unsigned approximate_key(float log, bool eligible) {
   const float steps = fmaf(log, Keys::kSteps, Keys::kOffset * Keys::kSteps);
-  return static_cast<std::uint16_t>(fminf(fmaxf(steps, 1.0F), 65535.0F));
+  return static_cast<unsigned>(fminf(fmaxf(steps, eligible ? 1.0F : 0.0F), 65535.0F));
 }
 
 /// Sums of shares below this one, base 2, may have underflowed: bounds below it take every token.
@@ -154,6 +157,16 @@ struct StreamUnits {
   }
 };
 
+/// `count` tokens from `begin` on.
+struct EligibleTokens {
+  int begin;
+  unsigned count;
+
+  [[nodiscard]] __device__ bool has(int token) const {
+    return static_cast<unsigned>(token - begin) < count;
+  }
+};
+
 /// What a block scores of one (query, KV head): `references` units that are spread over the
 /// sequence, the same in every block, then its own.
 struct StreamWork {
@@ -197,9 +210,9 @@ struct StreamWork {
     const int wanted = (of_query + kUnitsPerReference - 1) / kUnitsPerReference * kFusedWarps;
     references = min(min(max(wanted, kFewestReferences), kMostReferences), max(of_query - 1, 1));
   }
-  /// Of the tokens of a unit from `token` on, those in [begin, end) are eligible.
-  [[nodiscard]] __device__ int begin_in(int token) const { return begin - token; }
-  [[nodiscard]] __device__ int end_in(int token) const { return end - token; }
+  [[nodiscard]] __device__ EligibleTokens eligible() const {
+    return {begin, static_cast<unsigned>(end - begin)};
+  }
   [[nodiscard]] __device__ bool first_of_group() const { return first == first_of_query; }
   /// The last block that has units of the group, of which `block` has the first `count`.
   [[nodiscard]] __device__ int last_block(int block) const {
@@ -395,19 +408,17 @@ class UnitScorer {
       offsets_[quad] = kExact + static_cast<float>(queries.weight_sums[quad * 4 + lane % 4]);
     }
   }
-  /// Takes the norms of a unit; those of tokens outside [begin, end) of it are left out.
-  __device__ void begin_unit(const std::byte* unit, int begin, int end) {
+  /// Takes the norms of a unit, of tokens from `first` on; those that are not eligible are left
+  /// out.
+  __device__ void begin_unit(const std::byte* unit, int first, const EligibleTokens& eligible) {
     unit_ = unit;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const uint2 two = reinterpret_cast<const uint2*>(unit + chunks_ * kFusedPiece)[lane];
     FusedNorms own[2] = {PackedNorms::unpack(PackedNorms::pack(two.x), weight_),
                          PackedNorms::unpack(PackedNorms::pack(two.y), weight_)};
-    if (begin > 0 || end < kFusedUnit) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int token = lane * 2 + i;
-        if (token < begin || token >= end) own[i].log_value = -INFINITY;
-      }
+    for (int i = 0; i < 2; ++i) {
+      if (!eligible.has(first + lane * 2 + i)) own[i].log_value = -INFINITY;
     }
     __syncwarp();  // all lanes have read those of the unit before
     *reinterpret_cast<float4*>(norms_ + lane * 2) =

@@ -45,6 +45,15 @@ __device__ inline void copy_async_16_once(unsigned to, const void* from,
                "l"(__cvta_generic_to_global(from)), "l"(policy)
                : "memory");
 }
+/// Where `wanted`; without a branch.
+__device__ inline void copy_async_16_once(unsigned to, const void* from, unsigned long long policy,
+                                          bool wanted) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %3, 0;\n"
+      "@wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;\n}" ::"r"(to),
+      "l"(__cvta_generic_to_global(from)), "l"(policy), "r"(wanted ? 1U : 0U)
+      : "memory");
+}
 __device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits until at most `kPending` of this thread's groups are under way.
 template <int kPending>
