@@ -85,34 +85,34 @@ class StreamRing {
       const int unit = __shfl_sync(kFullWarp, reference_, next_);
       const auto* from = reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, block, next_));
       const unsigned in_block = static_cast<unsigned>(unit) % kUnitsPerBlock;
-      fill(from + codes_ + in_block * kCodeBytes, from + norms_ + in_block * kNormBytes);
+      fill(from + codes_ + in_block * kCodeBytes, from + norms_ + in_block * kNormBytes, true);
     } else {
       fill_own();
     }
     end_fill();
   }
   __device__ void fill_own() {
-    if (next_ >= end_) return;
     const std::byte* block = blocks_.at(next_ - references_);
-    fill(block + own_codes_, block + own_norms_);
+    fill(block + own_codes_, block + own_norms_, next_ < end_);
   }
   __device__ void end_fill() {
     transfer::cuda::copy_async_commit();
     ++next_;
     stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
   }
-  /// Copies a unit, of which a lane's first vector of the first chunk is at `codes`.
-  __device__ void fill(const std::byte* codes, const std::byte* norms) {
+  /// Copies a unit, of which a lane's first vector of the first chunk is at `codes`, if it is
+  /// `wanted`.
+  __device__ void fill(const std::byte* codes, const std::byte* norms, bool wanted) {
     constexpr int kStrideBytes = hashing::kBlockTokens * hashing::kChunkBytes;
     const unsigned to =
         memory_to_ + static_cast<unsigned>(stage_ * kFusedWarps * fused_unit_bytes(chunks_));
     for (int chunk = 0; chunk < chunks_; ++chunk) {
 #pragma unroll
       for (int i = 0; i < kCodeBytes / 512; ++i) {
-        copy(to + chunk * kCodeBytes + i * 512, codes + chunk * kStrideBytes + i * 512, true);
+        copy(to + chunk * kCodeBytes + i * 512, codes + chunk * kStrideBytes + i * 512, wanted);
       }
     }
-    copy(to + chunks_ * kCodeBytes, norms, copies_norms_);
+    copy(to + chunks_ * kCodeBytes, norms, wanted && copies_norms_);
   }
   __device__ void copy(unsigned to, const std::byte* from, bool wanted) const {
     // nvcc 13.0 makes an illegal instruction of the policy where the number of chunks is not known.
@@ -275,8 +275,8 @@ __device__ void key_norms(const Scorer& scorer, int tile, float (&keys)[4]) {
 template <bool kRecall, int kQuads, int kChunks, int kBits>
 __device__ void find_references(const FilterArgs& args, const StreamWork& work,
                                 StreamRing<kChunks>& ring,
-                                UnitScorer<kQuads, kChunks, kBits>& scorer, RecallParts* parts,
-                                StreamQueries& queries) {
+                                UnitScorer<kQuads, kChunks, kBits, true>& scorer,
+                                RecallParts* parts, StreamQueries& queries) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   LaneSums<kQuads> sums;
   [[maybe_unused]] LaneRecall<kQuads> recall;
@@ -317,7 +317,7 @@ __device__ inline void count_key(unsigned bins, unsigned key) {
 template <bool kRecall, int kQuads, int kChunks, int kBits>
 __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork& work,
                                        StreamRing<kChunks>& ring,
-                                       UnitScorer<kQuads, kChunks, kBits>& scorer,
+                                       UnitScorer<kQuads, kChunks, kBits, true>& scorer,
                                        RecallParts* parts_of_warps, std::uint32_t* bins,
                                        StreamQueries& queries) {
   // Shares that add up to more than this are summed with a maximum of their own.
@@ -453,8 +453,8 @@ __device__ void prepare(const StreamBlock<kChunks>& block, const StreamWork& wor
       work.query_index, work.kv_head, [&] { ring.start(); }, block.queries);
   ring.start_last();
   between();
-  UnitScorer<kQuads, kChunks, kBits> scorer(block.args.request.params, block.queries,
-                                            block.chunks(), block.norms);
+  UnitScorer<kQuads, kChunks, kBits, true> scorer(block.args.request.params, block.queries,
+                                                  block.chunks(), block.norms);
   find_references<kRecall>(block.args, work, ring, scorer, block.parts, block.queries);
 }
 
@@ -467,8 +467,8 @@ __device__ void score_work(const StreamBlock<kChunks>& block, const StreamWork& 
     args.filter.stream_groups[work.group_index].keep(block.queries, static_cast<int>(blockIdx.x),
                                                      work.last_block(static_cast<int>(blockIdx.x)));
   }
-  UnitScorer<kQuads, kChunks, kBits> scorer(args.request.params, block.queries, block.chunks(),
-                                            block.norms);
+  UnitScorer<kQuads, kChunks, kBits, true> scorer(args.request.params, block.queries,
+                                                  block.chunks(), block.norms);
   write_approximate_keys<kRecall>(args, work, block.ring, scorer, block.parts, block.bins,
                                   block.queries);
   transfer::cuda::copy_async_wait<0>();

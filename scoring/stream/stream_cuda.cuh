@@ -390,8 +390,9 @@ struct StreamGroup {
 };
 
 /// Scores of units of 64 tokens in shared memory, by a warp. Lane 4 g + t has tokens r * 8 + g of
-/// each tile, r = 0 .. 3, and head t of each quad.
-template <int kQuads, int kChunks, int kBits>
+/// each tile, r = 0 .. 3, and head t of each quad. kWhole: all tiles of a unit are scored, by
+/// unrolled loops.
+template <int kQuads, int kChunks, int kBits, bool kWhole = false>
 class UnitScorer {
  public:
   /// `norms`: room for the norms of a unit, of this warp.
@@ -414,6 +415,10 @@ class UnitScorer {
     unit_ = unit;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const uint2 two = reinterpret_cast<const uint2*>(unit + chunks_ * kFusedPiece)[lane];
+    if constexpr (kHoldsBits) {
+#pragma unroll
+      for (int tile = 0; tile < kUnitTiles; ++tile) load_bits(tile, bits_[tile]);
+    }
     FusedNorms own[2] = {PackedNorms::unpack(PackedNorms::pack(two.x), weight_),
                          PackedNorms::unpack(PackedNorms::pack(two.y), weight_)};
 #pragma unroll
@@ -438,11 +443,13 @@ class UnitScorer {
   /// The same, and without value norms: -infinity of tokens that are left out.
   __device__ void score(int quad, int tile, float (&values)[4], float (&logits)[4]) const {
     int counts[2][kBits / 2][4];
-    TileBits<kChunks> bits_of_tile;
-    bits_of_tile.load(
-        transfer::cuda::shared_address(unit_) + tile * kFusedTile * hashing::kChunkBytes,
-        kFusedPiece);
-    count_planes(bits_of_tile, columns_[quad], chunks_, counts);
+    if constexpr (kHoldsBits) {
+      count_planes(bits_[tile], columns_[quad], chunks_, counts);
+    } else {
+      TileBits<kChunks> bits_of_tile;
+      load_bits(tile, bits_of_tile);
+      count_planes(bits_of_tile, columns_[quad], chunks_, counts);
+    }
     const FusedNorms* norms = norms_ + tile * kFusedTile + static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll
     for (int row = 0; row < 4; ++row) {
@@ -460,6 +467,14 @@ class UnitScorer {
   }
 
  private:
+  /// Whether the bits of a unit are read before its norms, which are on their way longer.
+  static constexpr bool kHoldsBits = kWhole && kQuads == 1 && kChunks > 0;
+
+  __device__ void load_bits(int tile, TileBits<kChunks>& bits) const {
+    bits.load(transfer::cuda::shared_address(unit_) + tile * kFusedTile * hashing::kChunkBytes,
+              kFusedPiece);
+  }
+
   /// Integers of up to 22 bits, added to it, are exact.
   static constexpr float kExact = 0x1.8p23F;
 
@@ -467,6 +482,7 @@ class UnitScorer {
   FusedNorms* norms_;
   int chunks_;
   float weight_;
+  TileBits<kChunks> bits_[kHoldsBits ? kUnitTiles : 1];
   FusedColumns<kChunks, kBits> columns_[kQuads];
   float factors_[kQuads];
   float offsets_[kQuads];  // of the sum of a head's weights, which clear bits subtract
