@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""How many tokens a selection by a stream of keys scores again on recorded layers.
+
+    benchmarks/quality/references.py TRACE... --group 4 [--json FILE]
+
+The pass over the sketches ranks tokens with *reference* normalisers, of a sample of the tokens (scoring/stream/stream_cuda.cuh). Exact
+normalisers exceed those of the sample by other factors in each head. The largest over the least of these factors bounds how far a key
+can be off, and all tokens within that bound of the k-th best are scored again. Traces are those of `python -m kvtier.record` and
+`kvtier-llama record`. Logits are exact here, so that what sketches add is not in it. `--normal` adds keys, values and queries that are
+normal, as those of `kvtier-bench decode_step`. Needs torch and safetensors.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+SINK = WINDOW = 64
+RUN = 64  # neighbours of a sample, as a unit of the pass
+STEPS = 3  # every third step
+LEVELS = (33, 100)
+BIN = 1 / 8  # octaves of the bin that has the k-th best key
+LOG2E = 1.4426950408889634
+
+
+def log_sum(values, dim):
+    return torch.logsumexp(values / LOG2E, dim) * LOG2E
+
+
+def scored_again(keys, values, queries, scale, runs, uniforms):
+    """Candidates per selected token, of each step, by level. `keys` and `values` are [tokens, dim], of the eligible tokens, `queries` [heads, steps, dim]."""
+    count = keys.shape[0]
+    value_norms = values.norm(dim=1).clamp_min(1e-6).log2()
+    logits = torch.einsum("hsd,td->hst", queries, keys) * (scale * LOG2E) + value_norms
+    starts = (torch.arange(runs) * (count - RUN)) // max(runs - 1, 1)
+    sample = (starts[:, None] + torch.arange(RUN)).flatten()
+    references = log_sum(logits[:, :, sample], 2)
+    off = log_sum(logits, 2) - references
+    spread = off.amax(0) - off.amin(0)
+    ranked = log_sum(logits - references[:, :, None], 0) - uniforms.log2()
+    again = {}
+    for level in LEVELS:
+        k = count // level
+        least = ranked.topk(k + 1, dim=1).values[:, -1]
+        again[level] = (ranked >= (least - spread - BIN)[:, None]).sum(1).float() / k
+    return spread, again
+
+
+def layers(path, group, runs):
+    """Yields the spread and the candidates of each layer and KV head of a trace."""
+    generator = torch.Generator().manual_seed(0)
+    with safe_open(path, "pt") as file:
+        facts = file.metadata() or {}
+        scale = float(facts["scale"])
+        for name in sorted(key for key in file.keys() if key == "k" or key.endswith(".k")):
+            prefix = name[:-1]
+            keys, values, queries = (file.get_tensor(prefix + which).float() for which in "kvq")
+            context = int(facts.get("context") or facts.get("context_tokens") or keys.shape[1])
+            for head in range(keys.shape[0]):
+                of_head = queries[head * group:(head + 1) * group, ::STEPS]
+                eligible = slice(SINK, context - WINDOW)
+                uniforms = 1 - torch.rand(context - SINK - WINDOW, generator=generator)
+                yield scored_again(keys[head, eligible], values[head, eligible], of_head, scale, runs, uniforms)
+
+
+def normal_layer(tokens, group, runs):
+    """The same of one layer of 8 KV heads with normal numbers."""
+    generator = torch.Generator().manual_seed(1)
+    dim = 128
+    for _ in range(8):
+        keys, values = torch.randn(2, tokens, dim, generator=generator)
+        queries = torch.randn(group, 12, dim, generator=generator)
+        yield scored_again(keys, values, queries, dim**-0.5, runs, 1 - torch.rand(tokens, generator=generator))
+
+
+def summary(numbers):
+    points = torch.quantile(numbers, torch.tensor([.5, .9, .99]))
+    return {"mean": round(numbers.mean().item(), 2), **{name: round(point.item(), 2) for name, point in zip(("median", "p90", "p99"), points)}}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("traces", nargs="*", type=Path)
+    parser.add_argument("--normal", type=int, metavar="TOKENS", help="normal keys as well, so many")
+    parser.add_argument("--group", type=int, required=True, help="query heads of a KV head")
+    parser.add_argument("--sample", type=int, default=512, help="tokens that give references, in runs of 64 (default: 512)")
+    parser.add_argument("--json", type=Path, help="where the numbers go as well")
+    options = parser.parse_args()
+    if options.sample < RUN or options.sample % RUN:
+        parser.error(f"--sample: expected a multiple of {RUN}, found {options.sample}")
+    if not options.traces and not options.normal:
+        parser.error("expected a trace or --normal, found neither")
+    runs = options.sample // RUN
+    sources = {path.name: layers(path, options.group, runs) for path in options.traces}
+    if options.normal:
+        sources["normal"] = normal_layer(options.normal, options.group, runs)
+    rows = []
+    for name, source in sources.items():
+        spreads, again = [], {level: [] for level in LEVELS}
+        for spread, candidates in source:
+            spreads.append(spread)
+            for level in LEVELS:
+                again[level].append(candidates[level])
+        row = {"trace": name, "group": options.group, "sample": options.sample, "spread_octaves": summary(torch.cat(spreads))}
+        row.update({f"candidates_per_k_{level}x": summary(torch.cat(again[level])) for level in LEVELS})
+        rows.append(row)
+        print(json.dumps(row))
+    if options.json:
+        options.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
