@@ -5,7 +5,8 @@
 
 The pass over the sketches ranks tokens with *reference* normalisers, of a sample of the tokens (scoring/stream/stream_cuda.cuh). Exact
 normalisers exceed those of the sample by other factors in each head. The largest over the least of these factors bounds how far a key
-can be off, and all tokens within that bound of the k-th best are scored again. Traces are those of `python -m kvtier.record` and
+can be off, and all tokens within that bound of the k-th best are scored again. The second count is of a method that is not built: a key
+that also has the head with the largest share and one of four bounds of that share, which bound how far the token's own key can be off. Traces are those of `python -m kvtier.record` and
 `kvtier-llama record`. Logits are exact here, so that what sketches add is not in it. `--normal` adds keys, values and queries that are
 normal, as those of `kvtier-bench decode_step`. Needs torch and safetensors.
 """
@@ -22,6 +23,7 @@ SINK = WINDOW = 64
 RUN = 64  # neighbours of a sample, as a unit of the pass
 STEPS = 3  # every third step
 LEVELS = (33, 100)
+SHARES = (1 / 4, 1 / 2, 7 / 8, 31 / 32)  # the largest of four heads has a fourth
 BIN = 1 / 8  # octaves of the bin that has the k-th best key
 LOG2E = 1.4426950408889634
 
@@ -31,26 +33,37 @@ def log_sum(values, dim):
 
 
 def scored_again(keys, values, queries, scale, runs, uniforms):
-    """Candidates per selected token, of each step, by level. `keys` and `values` are [tokens, dim], of the eligible tokens, `queries` [heads, steps, dim]."""
+    """Octaves between the factors of the heads, and candidates per selected token by level, as the pass is and with the head in the key, of
+    each step. `keys` and `values` are [tokens, dim], of the eligible tokens, `queries` [heads, steps, dim]."""
     count = keys.shape[0]
     value_norms = values.norm(dim=1).clamp_min(1e-6).log2()
     logits = torch.einsum("hsd,td->hst", queries, keys) * (scale * LOG2E) + value_norms
     starts = (torch.arange(runs) * (count - RUN)) // max(runs - 1, 1)
     sample = (starts[:, None] + torch.arange(RUN)).flatten()
     references = log_sum(logits[:, :, sample], 2)
-    off = log_sum(logits, 2) - references
-    spread = off.amax(0) - off.amin(0)
-    ranked = log_sum(logits - references[:, :, None], 0) - uniforms.log2()
-    again = {}
-    for level in LEVELS:
-        k = count // level
-        least = ranked.topk(k + 1, dim=1).values[:, -1]
-        again[level] = (ranked >= (least - spread - BIN)[:, None]).sum(1).float() / k
-    return spread, again
+    factors = references - log_sum(logits, 2)  # of exact shares over those with references
+    most, least = factors.amax(0)[:, None], factors.amin(0)[:, None]
+    scores = log_sum(logits - references[:, :, None], 0)
+    ranked = scores - uniforms.log2()
+
+    # A token whose head d has a share w or more: its factor lies between w f(d) + (1 - w) least and w f(d) + (1 - w) most.
+    share, head = (logits - references[:, :, None] - scores).max(0)
+    bounds = torch.tensor(SHARES)
+    at_least = bounds[(share.exp2()[..., None] >= bounds[1:]).sum(-1)]
+    of_head = at_least * factors.exp2().T.gather(1, head)
+    lowest = ranked + (of_head + (1 - at_least) * least.exp2()).log2()
+    highest = ranked + (of_head + (1 - at_least) * most.exp2()).log2()
+
+    def candidates(low, high, k):
+        return (high >= (low.topk(k + 1, dim=1).values[:, -1:] - BIN)).sum(1).float() / k
+
+    now = {level: candidates(ranked + least, ranked + most, count // level) for level in LEVELS}
+    with_heads = {level: candidates(lowest, highest, count // level) for level in LEVELS}
+    return (most - least)[:, 0], now, with_heads
 
 
 def layers(path, group, runs):
-    """Yields the spread and the candidates of each layer and KV head of a trace."""
+    """Yields what `scored_again` returns of each layer and KV head of a trace."""
     generator = torch.Generator().manual_seed(0)
     with safe_open(path, "pt") as file:
         facts = file.metadata() or {}
@@ -99,13 +112,11 @@ def main():
         sources["normal"] = normal_layer(options.normal, options.group, runs)
     rows = []
     for name, source in sources.items():
-        spreads, again = [], {level: [] for level in LEVELS}
-        for spread, candidates in source:
-            spreads.append(spread)
-            for level in LEVELS:
-                again[level].append(candidates[level])
+        spreads, now, with_heads = zip(*source)
         row = {"trace": name, "group": options.group, "sample": options.sample, "spread_octaves": summary(torch.cat(spreads))}
-        row.update({f"candidates_per_k_{level}x": summary(torch.cat(again[level])) for level in LEVELS})
+        for level in LEVELS:
+            row[f"candidates_per_k_{level}x"] = summary(torch.cat([of_head[level] for of_head in now]))
+            row[f"candidates_per_k_{level}x_with_heads"] = summary(torch.cat([of_head[level] for of_head in with_heads]))
         rows.append(row)
         print(json.dumps(row))
     if options.json:
