@@ -39,15 +39,9 @@ __device__ inline unsigned long long read_once_policy() {
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-__device__ inline void copy_async_16_once(unsigned to, const void* from,
-                                          unsigned long long policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
-               "l"(__cvta_generic_to_global(from)), "l"(policy)
-               : "memory");
-}
-/// Where `wanted`; without a branch.
+/// `wanted`: whether it is made at all; without a branch.
 __device__ inline void copy_async_16_once(unsigned to, const void* from, unsigned long long policy,
-                                          bool wanted) {
+                                          bool wanted = true) {
   asm volatile(
       "{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %3, 0;\n"
       "@wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;\n}" ::"r"(to),
