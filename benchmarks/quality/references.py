@@ -1,18 +1,23 @@
 #!/usr/bin/env python3
 """How many tokens a selection by a stream of keys scores again on recorded layers.
 
-    benchmarks/quality/references.py TRACE... --group 4 [--json FILE]
+    benchmarks/quality/references.py TRACE... [--normal TOKENS] [--json FILE]
 
 The pass over the sketches ranks tokens with *reference* normalisers, of a sample of the tokens (scoring/stream/stream_cuda.cuh). Exact
 normalisers exceed those of the sample by other factors in each head. The largest over the least of these factors bounds how far a key
 can be off, and all tokens within that bound of the k-th best are scored again. The second count is of a method that is not built: a key
-that also has the head with the largest share and one of four bounds of that share, which bound how far the token's own key can be off. Traces are those of `python -m kvtier.record` and
-`kvtier-llama record`. Logits are exact here, so that what sketches add is not in it. `--normal` adds keys, values and queries that are
+that also has the head with the largest share and one of four bounds of that share, which bound how far the token's own key can be off.
+
+Traces are those of `python -m kvtier.record` and `kvtier-llama record`, with at most four query heads for each KV head. Logits are exact
+here, so that what sketches add is not in it. `--normal` adds a layer of 32 query heads over 8 KV heads whose keys, values and queries are
 normal, as those of `kvtier-bench decode_step`. Needs torch and safetensors.
 """
 
 import argparse
+import datetime
 import json
+import os
+import platform
 import sys
 from pathlib import Path
 
@@ -22,6 +27,7 @@ from safetensors import safe_open
 SINK = WINDOW = 64
 RUN = 64  # neighbours of a sample, as a unit of the pass
 STEPS = 3  # every third step
+GROUP = 4  # the most query heads of a KV head that SHARES fits
 LEVELS = (33, 100)
 SHARES = (1 / 4, 1 / 2, 7 / 8, 31 / 32)  # the largest of four heads has a fourth
 BIN = 1 / 8  # octaves of the bin that has the k-th best key
@@ -62,7 +68,7 @@ def scored_again(keys, values, queries, scale, runs, uniforms):
     return (most - least)[:, 0], now, with_heads
 
 
-def layers(path, group, runs):
+def layers(path, runs):
     """Yields what `scored_again` returns of each layer and KV head of a trace."""
     generator = torch.Generator().manual_seed(0)
     with safe_open(path, "pt") as file:
@@ -72,6 +78,9 @@ def layers(path, group, runs):
             prefix = name[:-1]
             keys, values, queries = (file.get_tensor(prefix + which).float() for which in "kvq")
             context = int(facts.get("context") or facts.get("context_tokens") or keys.shape[1])
+            group = queries.shape[0] // keys.shape[0]
+            if group > GROUP:
+                raise SystemExit(f"error: {path}: expected at most {GROUP} query heads for each KV head, found {group}")
             for head in range(keys.shape[0]):
                 of_head = queries[head * group:(head + 1) * group, ::STEPS]
                 eligible = slice(SINK, context - WINDOW)
@@ -79,13 +88,13 @@ def layers(path, group, runs):
                 yield scored_again(keys[head, eligible], values[head, eligible], of_head, scale, runs, uniforms)
 
 
-def normal_layer(tokens, group, runs):
-    """The same of one layer of 8 KV heads with normal numbers."""
+def normal_layer(tokens, runs):
+    """The same of a layer with normal numbers."""
     generator = torch.Generator().manual_seed(1)
     dim = 128
     for _ in range(8):
         keys, values = torch.randn(2, tokens, dim, generator=generator)
-        queries = torch.randn(group, 12, dim, generator=generator)
+        queries = torch.randn(GROUP, 12, dim, generator=generator)
         yield scored_again(keys, values, queries, dim**-0.5, runs, 1 - torch.rand(tokens, generator=generator))
 
 
@@ -98,7 +107,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("traces", nargs="*", type=Path)
     parser.add_argument("--normal", type=int, metavar="TOKENS", help="normal keys as well, so many")
-    parser.add_argument("--group", type=int, required=True, help="query heads of a KV head")
     parser.add_argument("--sample", type=int, default=512, help="tokens that give references, in runs of 64 (default: 512)")
     parser.add_argument("--json", type=Path, help="where the numbers go as well")
     options = parser.parse_args()
@@ -107,20 +115,23 @@ def main():
     if not options.traces and not options.normal:
         parser.error("expected a trace or --normal, found neither")
     runs = options.sample // RUN
-    sources = {path.name: layers(path, options.group, runs) for path in options.traces}
+    sources = {path.name: layers(path, runs) for path in options.traces}
     if options.normal:
-        sources["normal"] = normal_layer(options.normal, options.group, runs)
+        sources["normal"] = normal_layer(options.normal, runs)
     rows = []
     for name, source in sources.items():
         spreads, now, with_heads = zip(*source)
-        row = {"trace": name, "group": options.group, "sample": options.sample, "spread_octaves": summary(torch.cat(spreads))}
+        row = {"trace": name, "sample": options.sample, "spread_octaves": summary(torch.cat(spreads))}
         for level in LEVELS:
             row[f"candidates_per_k_{level}x"] = summary(torch.cat([of_head[level] for of_head in now]))
             row[f"candidates_per_k_{level}x_with_heads"] = summary(torch.cat([of_head[level] for of_head in with_heads]))
         rows.append(row)
         print(json.dumps(row))
     if options.json:
-        options.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        report = {"command": " ".join(["benchmarks/quality/references.py", *sys.argv[1:]]),
+                  "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+                  "hardware": f"{os.cpu_count()} cores, {platform.machine()}", "torch": torch.__version__, "rows": rows}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
