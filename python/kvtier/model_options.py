@@ -1,12 +1,13 @@
-"""Options of the programs that load a model of Hugging Face transformers."""
+"""Options and files of the programs that load a model of Hugging Face transformers, or tune one."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import sys
 from pathlib import Path
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Callable, Iterator, Optional, Sequence
 
 from kvtier.errors import invalid
 
@@ -27,6 +28,18 @@ def check_folder(parser: argparse.ArgumentParser, name: str, path: Path) -> None
     """Ends the program where the folder of a file to write is not there."""
     if not path.parent.is_dir():
         parser.error(f"{name}: expected a file in a folder that is there, found {path}")
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Gives a path to write to. What is written there takes the place of `path` at the end, and goes
+    after an error."""
+    part = path.with_name(path.name + ".part")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def interruptible(main: Callable[..., int]) -> Callable[..., int]:

@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Sequence, Union
 
 from kvtier.errors import InvalidArgumentError, invalid, without_package
-from kvtier.model_options import add_model_options, check_folder, interruptible, load_model
+from kvtier.model_options import (
+    add_model_options,
+    check_folder,
+    interruptible,
+    load_model,
+    whole_file,
+)
 
 # What the extra `record` brings is imported where it is used: --help and the errors of options need
 # none of it.
@@ -156,12 +162,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     except InvalidArgumentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    part = options.out.with_name(options.out.name + ".part")
-    try:
+    with whole_file(options.out) as part:
         save_file(trace, part)
-        part.replace(options.out)
-    finally:
-        part.unlink(missing_ok=True)
     size = options.out.stat().st_size / (1 << 20)
     print(f"{options.out}: layers {layers} of {tokens} tokens, {size:.1f} MiB")
     return 0

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Sequence
 
-from kvtier.model_options import check_folder, interruptible
+from kvtier.model_options import check_folder, interruptible, whole_file
 
 _SIZES = "32,64,128,256,512,1024,2048"
 _RULES = "top_k,priority"
@@ -112,7 +112,8 @@ def plot(settings: Sequence[Setting], error: float, path: Path) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(path, bbox_inches="tight")
+    with whole_file(path) as part:
+        figure.savefig(part, bbox_inches="tight", format=path.suffix[1:] or "png")
     pyplot.close(figure)
 
 

@@ -8,8 +8,12 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, patch
 
 from server import PATIENCE
+
+from kvtier.tune import plot
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python"
 
@@ -84,6 +88,23 @@ class Imports(unittest.TestCase):
                 )
                 self.assertEqual((found.returncode, found.stderr.strip()), (130, ""), name)
                 self.assertFalse(Path(out).exists())
+
+    def test_a_plot_that_cannot_be_written_leaves_the_former_one(self) -> None:
+        def savefig(path: Path, **_: Any) -> None:
+            path.write_text("<svg")
+            raise OSError("no space left")
+
+        matplotlib, figure = MagicMock(), MagicMock()
+        matplotlib.pyplot.subplots.return_value = figure, MagicMock()
+        figure.savefig = savefig
+        stubs = {"matplotlib": matplotlib, "matplotlib.pyplot": matplotlib.pyplot}
+        with tempfile.TemporaryDirectory() as folder, patch.dict(sys.modules, stubs):
+            path = Path(folder) / "error.svg"
+            path.write_text("former")
+            with self.assertRaises(OSError):
+                plot([], 0.05, path)
+            self.assertEqual(path.read_text(), "former")
+            self.assertEqual(list(Path(folder).iterdir()), [path])
 
     def test_modules_without_torch_say_what_installs_it(self) -> None:
         for module, extra in (("hf", "hf"), ("torch", "torch")):
