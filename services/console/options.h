@@ -89,6 +89,19 @@ CLI::Option* add_size(CLI::App& app, const std::string& flag, Number& to,
       ->type_name("SIZE");
 }
 
+/// As `add_size`, for bytes of memory. Refuses 1 to 2^20 - 1, a number whose unit was left out.
+template <typename Number>
+CLI::Option* add_bytes(CLI::App& app, const std::string& flag, Number& to,
+                       const std::string& description) {
+  return add_size(app, flag, to, description)
+      ->check(CLI::Validator(
+          [](const std::string& text) {
+            const bool fine = text == "0" || std::stoll(text) >= 1 << 20;
+            return fine ? "" : "expected a size such as 80G, of at least 1M, found " + text;
+          },
+          ""));
+}
+
 /// Makes all options of numbers, those of subcommands too, say what they expect.
 inline void expect_numbers(CLI::App& app) {
   for (CLI::Option* option : app.get_options()) {

@@ -56,8 +56,8 @@ void add_calibrate(CLI::App& program, CalibrateCommand& command) {
       "calibrate",
       "Measure how fast this machine's GPU gathers rows from host memory, by how the memory is "
       "obtained, and keep the answer for MemoryConfig::calibration_file");
-  add_size(app, "--region", command.options.region_bytes,
-           "Memory to spread the rows over, such as 8G or 512M (default 8G)");
+  add_bytes(app, "--region", command.options.region_bytes,
+            "Memory to spread the rows over, such as 8G or 512M (default 8G)");
   add_named_list(app, "--allocation", kHostAllocationNames, command.options.allocations,
                  "Ways to obtain memory (default all)");
   add_named(app, "--backend", kBackendNames, command.options.backend,

@@ -35,10 +35,10 @@ void add_plan(CLI::App& program, PlanCommand& command) {
       ->excludes(preset);
   add_size(app, "--tokens", options.tokens,
            "Tokens of context, for example 64K or 1M (default 64K)");
-  add_size(app, "--gpu", command.gpu_bytes, "Memory of the GPU, for example 80G")->required();
-  add_size(app, "--host", command.host_bytes, "Memory of the host for KV (default: any)");
-  add_size(app, "--weights", command.weight_bytes,
-           "Bytes of the weights on the GPU (default: of the files at --model)");
+  add_bytes(app, "--gpu", command.gpu_bytes, "Memory of the GPU, for example 80G")->required();
+  add_bytes(app, "--host", command.host_bytes, "Memory of the host for KV (default: any)");
+  add_bytes(app, "--weights", command.weight_bytes,
+            "Bytes of the weights on the GPU (default: of the files at --model)");
   app.add_option("--batch", options.batch, "Sequences, decoded together")->capture_default_str();
   app.add_option("--k", options.top_k, "Rows selected per KV head")->capture_default_str();
   app.add_option("--bits", options.bits, "Bits of a key")->capture_default_str();

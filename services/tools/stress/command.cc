@@ -66,10 +66,10 @@ void add_stress(CLI::App& program, StressCommand& command) {
   app.add_option("--head-dim", options.head_dim, "64, 96, 128 or 256 (default 128)");
   app.add_option("--batch", options.batch, "Sequences, decoded together")->capture_default_str();
   app.add_option("--k", options.top_k, "Rows selected per KV head")->capture_default_str();
-  add_size(app, "--device-budget", options.device_budget,
-           "Most bytes of device memory (default: what is needed)");
-  add_size(app, "--host-budget", options.host_budget,
-           "Most bytes of KV pages (default: what is needed)");
+  add_bytes(app, "--device-budget", options.device_budget,
+            "Most bytes of device memory (default: what is needed)");
+  add_bytes(app, "--host-budget", options.host_budget,
+            "Most bytes of KV pages (default: what is needed)");
   add_named(app, "--estimator", kEstimatorNames, options.estimator,
             "How tokens are scored (default norm_aware)");
   app.add_option("--bits", options.bits, kBitsText);

@@ -172,7 +172,11 @@ TEST_F(CliTest, SaysWhatNumbersItExpects) {
        "--hits: expected 0 to 1, found nan"},
       {{"plan", "--preset", "qwen3-8b", "--gpu", "1G", "--hits", "0.5"},
        "expected --calibration with --hits, found none"},
-      {{"calibrate", "--region", "much"}, "--region: expected a size such as 64K, found much"}};
+      {{"calibrate", "--region", "much"}, "--region: expected a size such as 64K, found much"},
+      {{"calibrate", "--region", "8"},
+       "error: --region: expected a size such as 80G, of at least 1M, found 8\n"},
+      {{"stress", "--device-budget", "80"}, "such as 80G, of at least 1M, found 80"},
+      {{"plan", "--preset", "qwen3-8b", "--gpu", "80"}, "such as 80G, of at least 1M, found 80"}};
   for (const auto& [arguments, message] : cases) {
     const CliResult result = run_kvtier(arguments);
     EXPECT_EQ(result.code, 2) << message;
