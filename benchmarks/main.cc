@@ -1,8 +1,8 @@
 #include "benchmarks/benchmarks.h"
+#include "services/console/command_line.h"
 
 #include <CLI/CLI.hpp>
 
-#include <exception>
 #include <iostream>
 #include <map>
 #include <string>
@@ -23,11 +23,11 @@ struct Retrieval {
 
   void add_options(CLI::App& app) {
     app.add_option("--estimator", estimator)
-        ->check(CLI::IsMember({"soft_collision", "hard_collision", "norm_aware"}));
+        ->check(services::one_of({"soft_collision", "hard_collision", "norm_aware"}));
     app.add_option("--selection", selection)
-        ->check(CLI::IsMember({"per_kv_head", "per_query_head", "per_sequence"}));
-    app.add_option("--rule", rule)->check(CLI::IsMember({"top_k", "priority"}));
-    app.add_option("--code", code)->check(CLI::IsMember({"sign", "scalar"}));
+        ->check(services::one_of({"per_kv_head", "per_query_head", "per_sequence"}));
+    app.add_option("--rule", rule)->check(services::one_of({"top_k", "priority"}));
+    app.add_option("--code", code)->check(services::one_of({"sign", "scalar"}));
     app.add_option("--error-target", config.error_target,
                    "of the priority rule, at most --k rows; 0: none");
     app.add_option("--coarse-bits", config.coarse_bits, "of its first phase; 0: one phase");
@@ -64,17 +64,17 @@ struct Retrieval {
 int main(int argc, char** argv) {
   CLI::App app{
       "Times of kvtier's kernels and of its decode step on an NVIDIA GPU, one JSON row each. Every "
-      "row is printed; --json keeps them with command, machine and date."};
-  app.require_subcommand(1);
+      "row is printed; --json keeps them with command, machine and date.",
+      "kvtier-bench"};
   app.fallthrough();
   std::string file;
   std::vector<std::string> cuda_libs;
   int replays = 20;
   app.add_option("--json", file, "file of the run");
   app.add_option("--cuda-libs", cuda_libs, "folders of libcudnn and libcublas")->delimiter(',');
-  app.add_option("--replays", replays, "replays that count")->check(CLI::Range(3, 400));
+  app.add_option("--replays", replays, "replays that count")->check(services::between(3, 400));
 
-  const CLI::Range counts(1, 1 << 30);
+  const CLI::Validator counts = services::between(1, 1 << 30);
   StepCase step;
   Retrieval retrieval;
   std::string placement = "device";
@@ -118,18 +118,18 @@ int main(int argc, char** argv) {
     command->add_option("--tokens", step.tokens, "context length")->check(counts);
   }
   for (auto* command : {decode, paged, dense, select, tables, ingest}) {
-    command->add_option("--batch", step.batch, "sequences")->check(CLI::Range(1, 64));
+    command->add_option("--batch", step.batch, "sequences")->check(services::between(1, 64));
   }
   for (auto* command :
        {decode, paged, cached, prefetch, resident, select, tables, overlap, model, ttft})
     retrieval.add_options(*command);
   for (auto* command : {decode, resident, gather, ingest}) {
     command->add_option("--placement", placement, "where the KV is")
-        ->check(CLI::IsMember({"device", "host"}));
+        ->check(services::one_of({"device", "host"}));
   }
   for (auto* command : {decode, cached, prefetch, gather}) {
     command->add_option("--kv-dtype", kv_dtype, "rows in pages: model (bf16) or int8")
-        ->check(CLI::IsMember({"model", "int8"}));
+        ->check(services::one_of({"model", "int8"}));
   }
   for (auto* command : {decode, cached}) {
     command->add_flag("--verify-rows", step.verify_rows, "rows on the host have checksums");
@@ -138,7 +138,7 @@ int main(int argc, char** argv) {
     command->add_option("--rows", rows, "per KV head, of which there are 8")->check(counts);
   }
   for (auto* command : {ingest, prefill}) {
-    command->add_option("--bits", bits, "of the sketch")->check(CLI::Range(64, 1024));
+    command->add_option("--bits", bits, "of the sketch")->check(services::between(64, 1024));
   }
   decode->add_option("--layers", step.layers, "layers in the graph, each with its own memory")
       ->check(counts);
@@ -154,25 +154,29 @@ int main(int argc, char** argv) {
   decode->add_flag("--cudnn", with_dense, "dense attention of each shape by cuDNN, too");
   decode->add_flag("--dense", step.dense, "attend to everything instead");
   decode->add_option("--recall", step.recall, "share of the attention that decides about the rows")
-      ->check(CLI::Range(0.0, 1.0));
+      ->check(services::between(0.0, 1.0));
   decode->add_flag("--stages", step.stages, "time of each kernel too");
   for (auto* command : {cached, prefetch}) {
     command->add_option("--row-cache-rows", step.row_cache_rows, "per KV head")->check(counts);
     command
         ->add_option("--share", step.row_cache_share, "of the selected rows that are to be found")
-        ->check(CLI::Range(0.0, 1.0));
+        ->check(services::between(0.0, 1.0));
   }
   gather->add_option("--region-gib", region_gib, "memory that the rows are in")->check(counts);
   model->add_option("--context", whole.contexts, "tokens")->delimiter(',')->check(counts);
   model->add_option("--layers", whole.layers, "decoder layers")->check(counts);
   all->add_option("--only", only, "words; cases with one of them in their name are run")
       ->delimiter(',');
-  ingest->add_option("--new-tokens", new_tokens, "of each sequence")->check(CLI::Range(1, 4096));
-  CLI11_PARSE(app, argc, argv);
+  ingest->add_option("--new-tokens", new_tokens, "of each sequence")
+      ->check(services::between(1, 4096));
+  if (const auto code =
+          services::parse_command_line(app, {argv + 1, argv + argc}, {std::cout, std::cerr})) {
+    return *code;
+  }
 
   std::string command = "kvtier-bench";
   for (int i = 1; i < argc; ++i) command += " " + std::string(argv[i]);
-  try {
+  return services::with_errors_printed(std::cerr, [&] {
     std::vector<DenseCase> step_shapes;
     for (const std::string& shape : shapes) step_shapes.push_back(parse_shape(shape));
     Run run(file, command, cuda_libs, replays);
@@ -228,8 +232,5 @@ int main(int argc, char** argv) {
     }
     if (*all) bench_all(run, only);
     return run.failed() ? 1 : 0;
-  } catch (const std::exception& error) {
-    std::cerr << "kvtier-bench: " << error.what() << "\n";
-    return 1;
-  }
+  });
 }

@@ -3,8 +3,8 @@
 
 #include "benchmarks/quality/evaluate.h"
 #include "benchmarks/quality/origin.h"
-#include "benchmarks/quality/program.h"
 #include "formats/atomic_file.h"
+#include "services/console/command_line.h"
 #include "services/evaluation/trace.h"
 
 #include <CLI/CLI.hpp>
@@ -70,7 +70,7 @@ nlohmann::json to_json(const services::Trace& trace, const Names& names,
 }
 
 int run(int argc, char** argv) {
-  CLI::App app("Compares token selectors on a recorded trace, as JSON");
+  CLI::App app("Compares token selectors on a recorded trace, as JSON", "kvtier-quality");
   std::string file;
   Names names{.name = "",
               .made_by = "",
@@ -88,15 +88,18 @@ int run(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--steps", options.steps, "Evaluated steps (default 0: every second one)");
   app.add_option("--sink", options.sink, "First tokens, always attended")
-      ->check(CLI::NonNegativeNumber)
+      ->check(services::at_least(0))
       ->capture_default_str();
   app.add_option("--window", options.window, "Last tokens, always attended")
-      ->check(CLI::NonNegativeNumber)
+      ->check(services::at_least(0))
       ->capture_default_str();
   app.add_option("--seed", options.seed, "Seed of rotations, hashes and samples")
-      ->check(CLI::NonNegativeNumber);
+      ->check(services::at_least(0));
   app.add_option("--json", json_file, "Write the report to this file")->required();
-  CLI11_PARSE(app, argc, argv);
+  if (const auto code =
+          services::parse_arguments(app, {argv + 1, argv + argc}, {std::cout, std::cerr})) {
+    return *code;
+  }
   formats::AtomicFile json(json_file);
   const services::Trace trace = services::Trace::open(file);
   if (::isatty(2) == 1) {
@@ -115,5 +118,6 @@ int run(int argc, char** argv) {
 }  // namespace kvtier::quality
 
 int main(int argc, char** argv) {
-  return kvtier::quality::run_program(kvtier::quality::run, argc, argv);
+  return kvtier::services::with_errors_printed(std::cerr,
+                                               [&] { return kvtier::quality::run(argc, argv); });
 }

@@ -2,9 +2,9 @@
 
 #include "benchmarks/quality/answers.h"
 #include "benchmarks/quality/origin.h"
-#include "benchmarks/quality/program.h"
 #include "formats/atomic_file.h"
 #include "llama/compute.h"
+#include "services/console/command_line.h"
 
 #include <CLI/CLI.hpp>
 
@@ -21,7 +21,8 @@ std::string flags(const std::vector<bool>& right) {
 }
 
 int run(int argc, char** argv) {
-  CLI::App app("Answers the questions of a task file with every selector, as JSON");
+  CLI::App app("Answers the questions of a task file with every selector, as JSON",
+               "kvtier-quality-answers");
   std::string model;
   std::string tasks;
   std::string json_file;
@@ -41,11 +42,11 @@ int run(int argc, char** argv) {
   app.add_option("--window", options.window, "Last tokens of the context, always attended")
       ->capture_default_str();
   app.add_option("--seed", options.seed, "Seed of rotations, hashes and samples")
-      ->check(CLI::NonNegativeNumber);
+      ->check(services::at_least(0));
   app.add_option("--plane-seeds", options.plane_seeds,
                  "Seeds of norm-aware's planes for rows of their own, beside seed 0")
       ->delimiter(',')
-      ->check(CLI::PositiveNumber);
+      ->check(services::at_least(1));
   app.add_flag(
       "--other-planes", options.other_planes,
       "Of kvtier's own selectors: soft collision with orthogonal planes, norm-aware with 64 "
@@ -56,7 +57,10 @@ int run(int argc, char** argv) {
   app.add_option("--planes", options.planes, "Of norm-aware, only rows with this many planes");
   app.add_option("--hardware", hardware, "Machine, for the report")->capture_default_str();
   app.add_option("--json", json_file, "Write the report to this file")->required();
-  CLI11_PARSE(app, argc, argv);
+  if (const auto code =
+          services::parse_arguments(app, {argv + 1, argv + argc}, {std::cout, std::cerr})) {
+    return *code;
+  }
   formats::AtomicFile file(json_file);
   options.progress = [](const std::string& what) { std::cerr << what << std::endl; };
   llama::Decoder decoder = llama::load_decoder(model, llama::make_cpu_compute());
@@ -92,5 +96,6 @@ int run(int argc, char** argv) {
 }  // namespace kvtier::quality
 
 int main(int argc, char** argv) {
-  return kvtier::quality::run_program(kvtier::quality::run, argc, argv);
+  return kvtier::services::with_errors_printed(std::cerr,
+                                               [&] { return kvtier::quality::run(argc, argv); });
 }

@@ -5,17 +5,23 @@
 
 #include "benchmarks/quality/budget.h"
 #include "benchmarks/quality/origin.h"
-#include "benchmarks/quality/program.h"
 #include "formats/atomic_file.h"
 #include "llama/compute.h"
+#include "services/console/command_line.h"
+#include "services/console/enum_names.h"
 
 #include <CLI/CLI.hpp>
 
+#include <array>
 #include <iostream>
-#include <map>
+#include <string_view>
+#include <utility>
 
 namespace kvtier::quality {
 namespace {
+
+constexpr std::array<std::pair<std::string_view, Selection>, 2> kSelections{
+    {{"per_kv_head", Selection::kPerKvHead}, {"per_query_head", Selection::kPerQueryHead}}};
 
 struct Arguments {
   std::vector<std::string> traces, names;
@@ -79,10 +85,8 @@ nlohmann::json answers_json(const Arguments& a) {
 }
 
 int run(int argc, char** argv) {
-  CLI::App app("Compares the adaptive budget with a fixed k, as JSON");
+  CLI::App app("Compares the adaptive budget with a fixed k, as JSON", "kvtier-quality-budget");
   Arguments a;
-  const std::map<std::string, Selection> selections = {
-      {"per_kv_head", Selection::kPerKvHead}, {"per_query_head", Selection::kPerQueryHead}};
   app.add_option("--trace", a.traces, "Traces of `kvtier-llama record`, not used to calibrate");
   app.add_option("--name", a.names, "Their names in the report, in order");
   app.add_option("--calibrate", a.calibration, "Trace on which noise shares are compared");
@@ -93,11 +97,11 @@ int run(int argc, char** argv) {
       ->delimiter(',');
   app.add_option("--recall", a.options.recalls, "Targets")->delimiter(',')->capture_default_str();
   app.add_option("--min-k", a.options.min_top_k, "Fewest tokens that a target selects")
-      ->check(CLI::PositiveNumber)
+      ->check(services::at_least(1))
       ->capture_default_str();
   app.add_option("--bits", a.options.planes, "Sign bits per key")->capture_default_str();
-  app.add_option("--selection", a.options.selection, "per_kv_head or per_query_head")
-      ->transform(CLI::CheckedTransformer(selections));
+  services::add_named(app, "--selection", kSelections, a.options.selection,
+                      "Who shares a selection");
   app.add_option("--steps", a.options.steps, "Evaluated steps (default 0: every second one)");
   app.add_option("--sink", a.options.sink, "First tokens, always attended")->capture_default_str();
   app.add_option("--window", a.options.window, "Last tokens, always attended")
@@ -108,7 +112,10 @@ int run(int argc, char** argv) {
   app.add_option("--sequences", a.sequences, "Sequences of the case")->capture_default_str();
   app.add_option("--hardware", a.hardware, "Machine, for the report")->capture_default_str();
   app.add_option("--json", a.json, "Write the report to this file")->required();
-  CLI11_PARSE(app, argc, argv);
+  if (const auto code =
+          services::parse_arguments(app, {argv + 1, argv + argc}, {std::cout, std::cerr})) {
+    return *code;
+  }
   if (a.names.size() != a.traces.size()) {
     throw Error(ErrorCode::kInvalidArgument, "--name: expected one per trace, " +
                                                  std::to_string(a.traces.size()) + ", found " +
@@ -119,8 +126,7 @@ int run(int argc, char** argv) {
   json["made_by"] = a.made_by;
   json["planes"] = a.options.planes;
   json["min_top_k"] = a.options.min_top_k;
-  json["selection"] =
-      a.options.selection == Selection::kPerKvHead ? "per_kv_head" : "per_query_head";
+  json["selection"] = services::name_of(kSelections, a.options.selection);
   json["sink_tokens"] = a.options.sink;
   json["recent_tokens"] = a.options.window;
   if (!a.calibration.empty()) {
@@ -145,5 +151,6 @@ int run(int argc, char** argv) {
 }  // namespace kvtier::quality
 
 int main(int argc, char** argv) {
-  return kvtier::quality::run_program(kvtier::quality::run, argc, argv);
+  return kvtier::services::with_errors_printed(std::cerr,
+                                               [&] { return kvtier::quality::run(argc, argv); });
 }

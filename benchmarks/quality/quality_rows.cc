@@ -4,9 +4,9 @@
 
 #include "benchmarks/quality/origin.h"
 #include "benchmarks/quality/page_cache.h"
-#include "benchmarks/quality/program.h"
 #include "benchmarks/quality/row_cache.h"
 #include "formats/atomic_file.h"
+#include "services/console/command_line.h"
 #include "services/evaluation/selection_trace.h"
 
 #include <CLI/CLI.hpp>
@@ -125,7 +125,8 @@ nlohmann::json replay(const Decoding& decoding, const Settings& settings) {
 
 int run(int argc, char** argv) {
   CLI::App app(
-      "Replays selected rows against the policies of cached rows and the page pool, as JSON");
+      "Replays selected rows against the policies of cached rows and the page pool, as JSON",
+      "kvtier-quality-rows");
   std::vector<std::string> files;
   Settings settings;
   std::string json_file, made_by, hardware = this_machine();
@@ -138,35 +139,38 @@ int run(int argc, char** argv) {
       ->required();
   app.add_option("--capacity", settings.capacities, "Rows per KV head")
       ->delimiter(',')
-      ->check(CLI::Range(1, 65504))
+      ->check(services::between(1, 65504))
       ->capture_default_str();
   app.add_option("--frames", settings.frame_shares, "Page frames, over the pages needed")
       ->delimiter(',')
-      ->check(CLI::Range(0.0, 1.0))
+      ->check(services::between(0.0, 1.0))
       ->capture_default_str();
   app.add_option("--page-tokens", settings.page_tokens)
-      ->check(CLI::Range(1, 256))
+      ->check(services::between(1, 256))
       ->capture_default_str();
   app.add_option("--sparsity", retrieval.sparsity, "Visible tokens over selected ones")
-      ->check(CLI::Range(1.0, 1e6))
+      ->check(services::between(1.0, 1e6))
       ->capture_default_str();
   retrieval.num_planes = 256;
   app.add_option("--bits", retrieval.num_planes, "Bits of a key of the norm-aware estimator")
-      ->check(CLI::Range(64, 1024))
+      ->check(services::between(64, 1024))
       ->capture_default_str();
   std::string rule = "priority", code = "scalar";
   app.add_option("--rule", rule, "top_k or priority")
-      ->check(CLI::IsMember({"top_k", "priority"}))
+      ->check(services::one_of({"top_k", "priority"}))
       ->capture_default_str();
   app.add_option("--code", code, "sign or scalar")
-      ->check(CLI::IsMember({"sign", "scalar"}))
+      ->check(services::one_of({"sign", "scalar"}))
       ->capture_default_str();
   app.add_option("--sink", retrieval.sink_tokens)->capture_default_str();
   app.add_option("--window", retrieval.recent_tokens)->capture_default_str();
   app.add_option("--made-by", made_by, "Commands that made the traces, for the report");
   app.add_option("--hardware", hardware, "Machine, for the report")->capture_default_str();
   app.add_option("--json", json_file, "Write the report to this file")->required();
-  CLI11_PARSE(app, argc, argv);
+  if (const auto status =
+          services::parse_arguments(app, {argv + 1, argv + argc}, {std::cout, std::cerr})) {
+    return *status;
+  }
   retrieval.rule = rule == "priority" ? SelectionRule::kPriority : SelectionRule::kTopK;
   retrieval.code = code == "scalar" ? SketchCode::kScalar : SketchCode::kSign;
   formats::AtomicFile out(json_file);
@@ -191,5 +195,6 @@ int run(int argc, char** argv) {
 }  // namespace kvtier::quality
 
 int main(int argc, char** argv) {
-  return kvtier::quality::run_program(kvtier::quality::run, argc, argv);
+  return kvtier::services::with_errors_printed(std::cerr,
+                                               [&] { return kvtier::quality::run(argc, argv); });
 }

@@ -1,5 +1,6 @@
 #include "benchmarks/service/benchmarks.h"
 #include "benchmarks/service/run_report.h"
+#include "services/console/command_line.h"
 
 #include <CLI/CLI.hpp>
 
@@ -11,22 +12,27 @@ namespace kvtier::bench {
 namespace {
 
 int run(int argc, char** argv) {
-  CLI::App app("Compares the paths of kvtier serve with what they are to be held against");
+  CLI::App app("Compares the paths of kvtier serve with what they are to be held against",
+               "kvtier-service-bench");
   Settings settings;
   std::string output;
   std::size_t mib = 256;
   std::vector<std::string> wanted;
-  app.add_option("--rounds", settings.rounds, "Of each comparison")->check(CLI::Range(1, 1000));
-  app.add_option("--pages-mib", mib, "Pages stored")->check(CLI::Range(64, 1 << 16));
+  app.add_option("--rounds", settings.rounds, "Of each comparison")
+      ->check(services::between(1, 1000));
+  app.add_option("--pages-mib", mib, "Pages stored")->check(services::between(64, 1 << 16));
   app.add_option("--model", settings.model, "Folder of needle-llama's model");
   app.add_option("--tokens", settings.tokens, "Context of the decoder's steps")
-      ->check(CLI::Range(1024, 16000));
+      ->check(services::between(1024, 16000));
   app.add_option(
          "--only", wanted,
          "wakeups, isolation, pages, redis, streams, calls, overload, decode (default: all)")
       ->delimiter(',');
   app.add_option("--out", output, "File for the report (default: standard output)");
-  CLI11_PARSE(app, argc, argv);
+  if (const auto code =
+          services::parse_arguments(app, {argv + 1, argv + argc}, {std::cout, std::cerr})) {
+    return *code;
+  }
 
   RunReport report("kvtier-service-bench", argc, argv);
   // First of all: it forks.
@@ -52,10 +58,6 @@ int run(int argc, char** argv) {
 }  // namespace kvtier::bench
 
 int main(int argc, char** argv) {
-  try {
-    return kvtier::bench::run(argc, argv);
-  } catch (const std::exception& error) {
-    std::cerr << "kvtier-service-bench: " << error.what() << '\n';
-    return 1;
-  }
+  return kvtier::services::with_errors_printed(std::cerr,
+                                               [&] { return kvtier::bench::run(argc, argv); });
 }

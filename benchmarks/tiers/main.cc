@@ -1,13 +1,11 @@
 #include "benchmarks/service/run_report.h"
 #include "benchmarks/tiers/benchmarks.h"
 #include "benchmarks/tiers/fio.h"
-#include "services/console/enum_names.h"
-#include "services/console/options.h"
+#include "services/console/command_line.h"
 
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
-#include <exception>
 #include <iostream>
 #include <string>
 #include <string_view>
@@ -27,23 +25,27 @@ constexpr std::pair<std::string_view, void (*)(const TierSettings&, RunReport&)>
     {"oversubscription", add_oversubscription}};
 
 int run(int argc, char** argv) {
-  CLI::App app("Restores of pages beside fio's reads of the same disk, and what checksums cost");
+  CLI::App app("Restores of pages beside fio's reads of the same disk, and what checksums cost",
+               "kvtier-tier-bench");
   TierSettings settings;
   std::size_t mib = 1024;
   std::string output;
   std::vector<std::string> only;
   app.add_option("--folder", settings.folder, "On the disk that is measured")->required();
   app.add_option("--pages-mib", mib, "Pages stored, MiB")
-      ->check(CLI::Range(256, 1 << 20))
+      ->check(services::between(256, 1 << 20))
       ->capture_default_str();
   app.add_option("--rounds", settings.rounds, "Of each comparison")
-      ->check(CLI::Range(1, 1000))
+      ->check(services::between(1, 1000))
       ->capture_default_str();
   app.add_option("--only", only, "Parts to measure (default all)")
       ->delimiter(',')
-      ->check(CLI::IsMember({"checksum", "file", "oversubscription"}));
+      ->check(services::one_of({"checksum", "file", "oversubscription"}));
   app.add_option("--out", output, "File for the report (default: standard output)");
-  CLI11_PARSE(app, argc, argv);
+  if (const auto code =
+          services::parse_arguments(app, {argv + 1, argv + argc}, {std::cout, std::cerr})) {
+    return *code;
+  }
   settings.bytes = mib << 20U;
 
   RunReport report("kvtier-tier-bench", argc, argv);
@@ -58,10 +60,6 @@ int run(int argc, char** argv) {
 }  // namespace kvtier::bench
 
 int main(int argc, char** argv) {
-  try {
-    return kvtier::bench::run(argc, argv);
-  } catch (const std::exception& error) {
-    std::cerr << "kvtier-tier-bench: " << error.what() << '\n';
-    return 1;
-  }
+  return kvtier::services::with_errors_printed(std::cerr,
+                                               [&] { return kvtier::bench::run(argc, argv); });
 }

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-/// The command line of a program that has commands, and what is said of errors.
+/// The command line of a program, and what is said of errors.
 namespace kvtier::services {
 
 inline constexpr int kExitError = 1;
@@ -27,12 +27,12 @@ inline constexpr int kExitUsage = 2;
   for (const std::string& argument : app.remaining(true)) found += " " + argument;
   const std::vector<CLI::App*> parsed = app.get_subcommands();
   const std::string command = parsed.empty() ? "" : " " + parsed.front()->get_name();
-  if (!command.empty() || found.starts_with(" -")) {
-    return "expected what " + app.get_name() + command + " --help lists, found" + found;
-  }
   std::string names;
   for (const CLI::App* child : app.get_subcommands([](const CLI::App*) { return true; })) {
     names += (names.empty() ? "" : ", ") + child->get_name();
+  }
+  if (!command.empty() || names.empty() || found.starts_with(" -")) {
+    return "expected what " + app.get_name() + command + " --help lists, found" + found;
   }
   return "expected one of " + names + ", found" + found;
 }
@@ -71,12 +71,11 @@ inline constexpr int kExitUsage = 2;
   return text;
 }
 
-/// Parses `arguments`, without the program's name, so that one of the commands of `app` is chosen.
-/// Returns the exit code where there is nothing more to do: of --help, --version, and an error.
-[[nodiscard]] inline std::optional<int> parse_command_line(CLI::App& app,
-                                                           std::vector<std::string> arguments,
-                                                           const Console& console) {
-  app.require_subcommand(0, 1);  // `man serve`: serve is no second command
+/// Parses `arguments`, without the program's name. Returns the exit code where there is nothing
+/// more to do: of --help, --version, and an error.
+[[nodiscard]] inline std::optional<int> parse_arguments(CLI::App& app,
+                                                        std::vector<std::string> arguments,
+                                                        const Console& console) {
   expect_numbers(app);
   try {
     std::reverse(arguments.begin(), arguments.end());  // CLI11 takes the last one first
@@ -87,6 +86,15 @@ inline constexpr int kExitUsage = 2;
     console.err << "error: " << usage_problem(app, error) << '\n';
     return kExitUsage;
   }
+  return std::nullopt;
+}
+
+/// As `parse_arguments`, so that one of the commands of `app` is chosen.
+[[nodiscard]] inline std::optional<int> parse_command_line(CLI::App& app,
+                                                           std::vector<std::string> arguments,
+                                                           const Console& console) {
+  app.require_subcommand(0, 1);  // `man serve`: serve is no second command
+  if (const auto code = parse_arguments(app, std::move(arguments), console)) return code;
   if (!app.get_subcommands().empty()) return std::nullopt;
   console.err << "error: expected a subcommand, found none\n\n" << app.help();
   return kExitUsage;
