@@ -6,7 +6,7 @@
 #include "benchmarks/context_cuda.h"
 #include "benchmarks/decoder_cuda.h"
 #include "benchmarks/model_rows_cuda.h"
-#include "services/console/host_memory.h"
+#include "include/types/host_memory.h"
 #include "services/tools/stress/memory.h"
 #include "transfer/device/cuda_check.h"
 
@@ -85,7 +85,7 @@ Config engine_config(const ModelCase& shape, const CaseOfModel& at, std::int64_t
   const bool on_host = variant.placement == KvPlacement::kHost;
   config.memory.host_bytes = pages;
   config.memory.device_bytes = device_bytes_for(config, config.backend, length, at.batch);
-  const std::optional<std::size_t> host = services::available_host_bytes();
+  const std::optional<std::size_t> host = available_host_bytes();
   if (on_host && host && *host < pages) {
     throw Error(ErrorCode::kResourceExhausted,
                 "KV in host memory: expected at least " + show_bytes(static_cast<double>(pages)) +

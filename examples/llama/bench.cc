@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "include/types/host_memory.h"
 #include "llama/decoder.h"
 #include "llama/kv_store.h"
 #include "llama/report.h"
@@ -11,7 +12,6 @@
 #include <array>
 #include <chrono>
 #include <cmath>
-#include <fstream>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -60,16 +60,13 @@ double needed_bytes(const ModelConfig& model, std::int64_t tokens) {
 
 void check_memory(const ModelConfig& model, const BenchOptions& options) {
   const double wanted = needed_bytes(model, *std::ranges::max_element(options.contexts));
-  std::ifstream file("/proc/meminfo");
-  std::string word;
-  while (file >> word && word != "MemAvailable:") continue;
-  double kibibytes = 0.0;
-  if (!(file >> kibibytes) || 1024.0 * kibibytes >= wanted) return;
+  const std::optional<std::size_t> bytes = available_host_bytes();
+  if (!bytes || static_cast<double>(*bytes) >= wanted) return;
   throw Error(
       ErrorCode::kResourceExhausted,
       format("bench --shape %s on the CPU: expected %.1f GiB of available memory for weights in "
              "fp32 and the KV, found %.1f GiB; a smaller --shape, --layers or --context needs less",
-             options.shape.c_str(), gibibytes(wanted), gibibytes(1024.0 * kibibytes)));
+             options.shape.c_str(), gibibytes(wanted), gibibytes(static_cast<double>(*bytes))));
 }
 
 /// Random numbers, cheaply: windows of a table.

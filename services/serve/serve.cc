@@ -3,8 +3,8 @@
 #include "kvtier/calibration.h"
 
 #include "include/types/failure.h"
+#include "include/types/host_memory.h"
 #include "services/console/enum_names.h"
-#include "services/console/host_memory.h"
 #include "services/console/log.h"
 #include "services/console/options.h"
 #include "services/page_cache/persistent_arenas.h"

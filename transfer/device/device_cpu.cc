@@ -3,6 +3,7 @@
 #include "kvtier/error.h"
 
 #include "include/types/failure.h"
+#include "include/types/host_memory.h"
 #include "transfer/device/event_pool.h"
 #include "transfer/device/parallel.h"
 
@@ -11,7 +12,6 @@
 #include <condition_variable>
 #include <cstring>
 #include <exception>
-#include <fstream>
 #include <mutex>
 #include <string>
 #include <sys/mman.h>
@@ -202,14 +202,8 @@ void free_aligned(void* /*context*/, std::byte* data, std::size_t /*bytes*/) noe
   ::operator delete (data, std::align_val_t{kAlignment});
 }
 
-std::size_t available_bytes() {
-  std::ifstream file("/proc/meminfo");
-  for (std::string key; file >> key;) {
-    std::size_t kilobytes = 0;
-    if (key == "MemAvailable:" && file >> kilobytes) return kilobytes * KiB;
-  }
-  return static_cast<std::size_t>(sysconf(_SC_AVPHYS_PAGES)) *
-         static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+std::size_t bytes_of(int pages) {
+  return static_cast<std::size_t>(sysconf(pages)) * static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
 }
 
 class CpuDevice final : public Device {
@@ -230,9 +224,8 @@ class CpuDevice final : public Device {
                 "stream: expected none on the CPU backend, found a caller's stream");
   }
   [[nodiscard]] MemoryInfo memory() const override {
-    return {.free_bytes = available_bytes(),
-            .total_bytes = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) *
-                           static_cast<std::size_t>(sysconf(_SC_PAGESIZE))};
+    return {.free_bytes = available_host_bytes().value_or(bytes_of(_SC_AVPHYS_PAGES)),
+            .total_bytes = bytes_of(_SC_PHYS_PAGES)};
   }
   [[nodiscard]] Backend backend() const noexcept override { return Backend::kCpu; }
   [[nodiscard]] std::string_view name() const noexcept override { return name_; }

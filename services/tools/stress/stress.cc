@@ -1,6 +1,6 @@
 #include "services/tools/stress/stress.h"
 
-#include "services/console/host_memory.h"
+#include "include/types/host_memory.h"
 #include "services/console/text.h"
 #include "services/evaluation/replay_metrics.h"
 #include "services/evaluation/threads.h"

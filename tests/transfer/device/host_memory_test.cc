@@ -1,4 +1,4 @@
-#include "services/console/host_memory.h"
+#include "include/types/host_memory.h"
 
 #include "tests/services/evaluation/trace_fixture.h"
 
