@@ -4,14 +4,22 @@
 #include "services/evaluation/selection_trace.h"
 
 #include <cstdint>
+#include <filesystem>
 #include <utility>
 #include <vector>
 
-/// Replays of selected token ids against the page pool.
+/// Recorded token ids, and replays of selected ones against the page pool.
 namespace kvtier::quality {
 
 /// The pages that one call needs, rising, and the rows of each that it reads.
 using PageCall = std::vector<std::pair<std::int32_t, std::uint32_t>>;
+
+/// Returns whether a file has recorded ids. Throws as `SafeTensors::open`.
+[[nodiscard]] bool is_selection_trace(const std::filesystem::path& path);
+
+/// Reads recorded ids. Throws as `SafeTensors::open`, and `kDataLoss` when counts, ids and heads do
+/// not go together.
+[[nodiscard]] services::SelectionTrace read_selection_trace(const std::filesystem::path& path);
 
 /// Returns recorded ids as `select_steps` returns those of a trace: of query heads the union over a
 /// KV head's.

@@ -7,7 +7,6 @@
 #include "benchmarks/quality/row_cache.h"
 #include "formats/atomic_file.h"
 #include "services/console/command_line.h"
-#include "services/evaluation/selection_trace.h"
 
 #include <CLI/CLI.hpp>
 
@@ -68,8 +67,8 @@ struct Decoding {
 };
 
 Decoding decoding_of(const std::string& file, const RetrievalConfig& retrieval) {
-  if (services::SelectionTrace::is_in(file)) {
-    const auto ids = services::SelectionTrace::read(file);
+  if (is_selection_trace(file)) {
+    const auto ids = read_selection_trace(file);
     return {.path = file,
             .query_heads = ids.query_heads,
             .kv_heads = ids.kv_heads,

@@ -43,7 +43,7 @@ std::uint64_t ask(DataChannel& channel, std::span<const PageRead> pages) {
   return channel.send(FrameType::kReadPages, 0, encode(wanted));
 }
 
-/// As `ArenaView::copy_page`, by `copy`. Sets `done` or, if it is so, `stale`.
+/// Copies a page, which is `done`, or `stale` where it has gone before or meanwhile.
 void read_page(const ArenaView& arena, const PageOutcome& at, PageRead& page, Copying how) {
   if (at.code != 0 || at.bytes != page.to.size() || at.slot >= arena.header().num_units) return;
   page.stale = !arena.is_readable(at.slot, at.generation);

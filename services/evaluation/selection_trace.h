@@ -21,11 +21,6 @@ struct SelectionTrace {
   [[nodiscard]] std::int64_t num_lists() const {
     return static_cast<std::int64_t>(lists.size()) / (layers * steps);
   }
-  /// Returns whether a file is one of these. Throws as `SafeTensors::open`.
-  [[nodiscard]] static bool is_in(const std::filesystem::path& path);
-  /// Reads a file. Throws as `SafeTensors::open`, and `kDataLoss` when counts, ids and heads do not
-  /// go together.
-  [[nodiscard]] static SelectionTrace read(const std::filesystem::path& path);
   /// Throws as `write_safetensors`. There must be a list.
   void write(const std::filesystem::path& path) const;
 };

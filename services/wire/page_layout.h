@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <optional>
 #include <span>
 
@@ -15,8 +14,8 @@
 ///     data_offset     units of 4096 bytes, num_units of them
 ///
 /// A page occupies whole units from the unit that is its slot; its header is the header of that
-/// unit. A reply gives slot, generation and length of a page; the client reads the page
-/// with `copy_page`, or in place between two looks at the header, or in place under a pin.
+/// unit. A reply gives slot, generation and length of a page; the client reads the page between two
+/// looks at the header, or under a pin.
 namespace kvtier::services {
 
 inline constexpr std::uint64_t kArenaMagic = 0x31'45'47'41'50'54'56'4B;  // "KVTPAGE1"
@@ -98,17 +97,6 @@ class ArenaView {
   /// Returns whether the page of this generation can be read now.
   [[nodiscard]] bool is_readable(std::uint32_t slot, std::uint32_t generation) const noexcept {
     return page_header(slot).version.load(std::memory_order_acquire) ==
-           2 * std::uint64_t{generation};
-  }
-
-  /// Copies the page of this generation to `to`, which has its length. Returns whether that is what
-  /// `to` has now: otherwise the page has gone, before or meanwhile, and `to` has any bytes.
-  [[nodiscard]] bool copy_page(std::uint32_t slot, std::uint32_t generation,
-                               std::span<std::byte> to) const noexcept {
-    if (!is_readable(slot, generation) || page_header(slot).length != to.size()) return false;
-    std::memcpy(to.data(), page(slot), to.size());
-    order_reads();
-    return page_header(slot).version.load(std::memory_order_relaxed) ==
            2 * std::uint64_t{generation};
   }
 

@@ -68,9 +68,9 @@ class SelectionTraceTest : public services::FolderTest {
     arguments.insert(arguments.end(), options.begin(), options.end());
     const services::CliResult result = services::run_kvtier(arguments);
     EXPECT_EQ(result.code, 0) << result.err;
-    EXPECT_TRUE(services::SelectionTrace::is_in(file("ids.safetensors")));
-    EXPECT_FALSE(services::SelectionTrace::is_in(file("trace.safetensors")));
-    return recorded_steps(services::SelectionTrace::read(file("ids.safetensors")));
+    EXPECT_TRUE(is_selection_trace(file("ids.safetensors")));
+    EXPECT_FALSE(is_selection_trace(file("trace.safetensors")));
+    return recorded_steps(read_selection_trace(file("ids.safetensors")));
   }
 };
 
@@ -82,13 +82,13 @@ TEST_F(SelectionTraceTest, AreThoseThatASessionSelects) {
   retrieval.sparsity = 20;
   retrieval.sink_tokens = retrieval.recent_tokens = 16;
   EXPECT_EQ(recorded, select_steps(services::Trace::open(file("trace.safetensors")), retrieval));
-  EXPECT_EQ(services::SelectionTrace::read(file("ids.safetensors")).context, 400);
+  EXPECT_EQ(read_selection_trace(file("ids.safetensors")).context, 400);
 }
 
 TEST_F(SelectionTraceTest, OfQueryHeadsAreJoinedByKvHead) {
   const std::vector<SelectedSteps> recorded = record({"--selection", "per_query_head"});
 
-  const services::SelectionTrace ids = services::SelectionTrace::read(file("ids.safetensors"));
+  const services::SelectionTrace ids = read_selection_trace(file("ids.safetensors"));
   ASSERT_EQ(ids.num_lists(), 4);
   ASSERT_EQ(recorded.size(), 4U);  // two layers of two KV heads
   std::set<std::int32_t> both(ids.lists[2].begin(), ids.lists[2].end());
@@ -106,7 +106,7 @@ TEST_F(SelectionTraceTest, ThatDoNotGoTogetherAreRefused) {
   const auto message = [&] {
     ids.write(file("ids.safetensors"));
     try {
-      (void)services::SelectionTrace::read(file("ids.safetensors"));
+      (void)read_selection_trace(file("ids.safetensors"));
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kDataLoss);
       return std::string(error.what());

@@ -2,6 +2,7 @@
 #include "tests/services/base/certificates.h"
 #include "tests/services/dataplane/killed_client.h"
 #include "tests/services/dataplane/plane_fixture.h"
+#include "tests/services/wire/copy_page.h"
 
 #include <boost/asio/io_context.hpp>
 #include <gmock/gmock.h>
@@ -335,7 +336,7 @@ TEST_F(AttachTest, RegionsOutliveTheServer) {
 
   channel->staging()[0] = std::byte{1};  // no SIGBUS
   std::vector<std::byte> bytes(page.bytes);
-  (void)channel->arena()->copy_page(page.slot, page.generation, bytes);
+  (void)copy_page(*channel->arena(), page.slot, page.generation, bytes);
   EXPECT_EQ(reason_of([&] { (void)channel->receive(); }), "DRAINING");
   EXPECT_EQ(reason_of([&] { (void)channel->send(FrameType::kReadPages, 0, Bytes(4)); }),
             "DISCONNECTED");

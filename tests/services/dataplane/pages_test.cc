@@ -1,5 +1,6 @@
 #include "services/client/page_plane.h"
 #include "tests/services/dataplane/plane_fixture.h"
+#include "tests/services/wire/copy_page.h"
 #include "tests/support/gated_tier.h"
 #include "transfer/tiers/crc32c.h"
 
@@ -80,7 +81,7 @@ TEST_F(PlanePages, AreReadInPlace) {
   for (std::size_t i = 0; i < pages.size(); ++i) {
     ASSERT_EQ(pages[i].code, 0U);
     ASSERT_EQ(pages[i].bytes, bytes.size());
-    ASSERT_TRUE(channel->arena()->copy_page(pages[i].slot, pages[i].generation, bytes));
+    ASSERT_TRUE(copy_page(*channel->arena(), pages[i].slot, pages[i].generation, bytes));
     EXPECT_EQ(crc32c(bytes), pages[i].crc);
     const PinnedPage page =
         pages_->read(tenant(), {wanted[i].handle.data(), wanted[i].handle.size()});
@@ -155,7 +156,7 @@ TEST_F(PlanePages, ThatAreDeletedAreNotReadInPlace) {
   lease_->pages.remove(*lease_, handle);
 
   std::vector<std::byte> bytes(kPageBytes);
-  EXPECT_FALSE(channel->arena()->copy_page(page.slot, page.generation, bytes));
+  EXPECT_FALSE(copy_page(*channel->arena(), page.slot, page.generation, bytes));
   EXPECT_EQ(read(*channel, {descriptor_of(handle)}).at(0).code, kNotFound);
 }
 

@@ -1,4 +1,5 @@
 #include "tests/services/page_cache/page_fixture.h"
+#include "tests/services/wire/copy_page.h"
 #include "tests/support/eventually.h"
 #include "tests/support/file_size_limit.h"
 
@@ -500,7 +501,7 @@ TEST_F(PageStoreTest, ClientsCanReadTheArenaAndDoNothingElse) {
   const ArenaFile file = store_->arena(alpha_);
   const MappedArena arena(file);
   PageBytes copy(kPageBytes);
-  EXPECT_TRUE(arena.view().copy_page(info.slot, info.generation, copy));
+  EXPECT_TRUE(copy_page(arena.view(), info.slot, info.generation, copy));
   EXPECT_EQ(copy, bytes_of(1));
   EXPECT_EQ(arena.view().page_header(info.slot).crc32c, crc32c(copy));
   EXPECT_EQ(arena.view().header().server_epoch, store_->epoch());
@@ -523,11 +524,11 @@ TEST_F(PageStoreTest, MappedReaderSeesThatAPageHasGone) {
   const MappedArena arena(store_->arena(alpha_));
   lease_->pages.remove(*lease_, info.handle);
   PageBytes copy(kPageBytes);
-  EXPECT_FALSE(arena.view().copy_page(info.slot, info.generation, copy));
+  EXPECT_FALSE(copy_page(arena.view(), info.slot, info.generation, copy));
   PageInfo next = put("b", 2);
   for (std::uint64_t i = 0; next.slot != info.slot; ++i) next = put("b" + std::to_string(i), 2);
-  EXPECT_FALSE(arena.view().copy_page(info.slot, info.generation, copy));
-  EXPECT_TRUE(arena.view().copy_page(next.slot, next.generation, copy));
+  EXPECT_FALSE(copy_page(arena.view(), info.slot, info.generation, copy));
+  EXPECT_TRUE(copy_page(arena.view(), next.slot, next.generation, copy));
   EXPECT_EQ(copy, bytes_of(2));
 }
 

@@ -1,4 +1,5 @@
 #include "tests/services/page_cache/page_fixture.h"
+#include "tests/services/wire/copy_page.h"
 
 #include <array>
 #include <atomic>
@@ -104,7 +105,7 @@ TEST_F(PageThreadsTest, MappedReaderNeverTakesARecycledPageForItsOwn) {
       const std::uint64_t now = place;
       const auto slot = static_cast<std::uint32_t>(now >> 32U);
       const auto generation = static_cast<std::uint32_t>(now);
-      if (generation == 0 || !view.copy_page(slot, generation, copy)) continue;
+      if (generation == 0 || !copy_page(view, slot, generation, copy)) continue;
       ++copied;
       if (copy != page_of(now, kPageBytes)) ++torn;
     }

@@ -1,6 +1,7 @@
 #include "services/page_cache/persistent_arenas.h"
 
 #include "tests/services/page_cache/page_fixture.h"
+#include "tests/services/wire/copy_page.h"
 #include "tests/support/program.h"
 
 #include <gmock/gmock.h>
@@ -78,7 +79,7 @@ TEST_F(PersistentArenasTest, MakeHandlesOfBeforeStaleAndLeaveMappedPagesReadable
 
   EXPECT_EQ(reason_of([&] { return store_->read(alpha_, page.handle).slot(); }), "SERVER_EPOCH");
   PageBytes bytes(kPageBytes);
-  ASSERT_TRUE(mapped.view().copy_page(page.slot, page.generation, bytes));
+  ASSERT_TRUE(copy_page(mapped.view(), page.slot, page.generation, bytes));
   EXPECT_EQ(bytes, bytes_of(1));
   EXPECT_EQ(mapped.view().header().server_epoch, store_->epoch());
 
@@ -86,7 +87,7 @@ TEST_F(PersistentArenasTest, MakeHandlesOfBeforeStaleAndLeaveMappedPagesReadable
   const std::vector<std::string> handles = find(*lease_, {"a"});
   ASSERT_EQ(handles.size(), 1U);
   lease_->pages.remove(*lease_, handles[0]);
-  EXPECT_FALSE(mapped.view().copy_page(page.slot, page.generation, bytes));
+  EXPECT_FALSE(copy_page(mapped.view(), page.slot, page.generation, bytes));
   for (std::uint64_t i = 0; i < 2 * kPages; ++i) {
     (void)put("n" + std::to_string(i), i);
     EXPECT_FALSE(mapped.view().is_readable(page.slot, page.generation));
