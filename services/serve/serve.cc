@@ -219,9 +219,11 @@ ServerOptions server_options(const ServeCommand& command) {
                  .key = command.tls_key,
                  .client_ca = command.tls_client_ca,
                  .client_crl = command.tls_client_crl};
-  if (options.insecure_tcp && std::ranges::all_of(options.listen, &Endpoint::is_unix) &&
+  if ((options.insecure_tcp || !options.tls.empty()) &&
+      std::ranges::all_of(options.listen, &Endpoint::is_unix) &&
       std::ranges::all_of(options.data.listen, &Endpoint::is_unix)) {
-    throw_invalid("insecure-tcp", "tcp:HOST:PORT in listen or data-listen", "none");
+    throw_invalid(options.insecure_tcp ? "insecure-tcp" : "tls-cert, tls-key, tls-client-ca",
+                  "tcp:HOST:PORT in listen or data-listen", "none");
   }
   options.threads = command.threads;
   options.stream_idle = milliseconds(command.stream_idle_seconds);

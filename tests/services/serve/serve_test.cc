@@ -272,6 +272,10 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
              {{"--insecure-tcp", "--metrics", "tcp:127.0.0.1:0"},
               1,
               "insecure-tcp: expected tcp:HOST:PORT in listen or data-listen, found none"},
+             {{"--tls-cert", "/c", "--tls-key", "/k", "--tls-client-ca", "/a"},
+              1,
+              "tls-cert, tls-key, tls-client-ca: expected tcp:HOST:PORT in listen or data-listen, "
+              "found none"},
              {{"--page-folder", "/p", "--page-key-file", "/k", "--page-arena-mib", "0"},
               1,
               "page-folder, page-remote: expected page-arena-mib above 0, found 0"},

@@ -247,8 +247,8 @@ TEST_F(ServeWorkerTest, IsKilledByASecondSignalAndWithItsSupervisor) {
 
 TEST_F(ServeWorkerTest, ThatCannotStartEndsTheProgram) {
   const std::string nowhere = (folder_ / "none").string();
-  const auto server =
-      serve_with_worker({"--tls-cert", nowhere, "--tls-key", nowhere, "--tls-client-ca", nowhere});
+  const auto server = serve_with_worker({"--data-listen", "tcp:127.0.0.1:0", "--tls-cert", nowhere,
+                                         "--tls-key", nowhere, "--tls-client-ca", nowhere});
   EXPECT_EQ(server->read_line(), "");
   EXPECT_EQ(server->wait(), 1);
   EXPECT_THAT(err(), HasSubstr("expected a readable file"));
@@ -258,8 +258,9 @@ TEST_F(ServeWorkerTest, ThatCannotStartEndsTheProgram) {
 TEST_F(ServeWorkerTest, IsToldToReadItsCertificatesAgain) {
   const testing::Authority authority(folder_, "ca");
   const testing::Certificate own = authority.issue("localhost");
-  const auto server = serve_with_worker({"--tls-cert", own.certificate, "--tls-key", own.key,
-                                         "--tls-client-ca", authority.certificate()});
+  const auto server =
+      serve_with_worker({"--data-listen", "tcp:127.0.0.1:0", "--tls-cert", own.certificate,
+                         "--tls-key", own.key, "--tls-client-ca", authority.certificate()});
   ASSERT_EQ(server->read_line(), "listening on " + address()) << err();
   server->signal(SIGHUP);
   await_log("new connections see the new certificate");
