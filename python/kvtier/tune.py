@@ -117,6 +117,18 @@ def plot(settings: Sequence[Setting], error: float, path: Path) -> None:
     pyplot.close(figure)
 
 
+def check_plot(path: Path) -> None:
+    """Ends the program where a plot cannot be drawn or written."""
+    check_folder(parser(), "--plot", path)
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        parser().error("--plot: expected the package matplotlib, found none")
+    formats = FigureCanvasBase.filetypes
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        parser().error(f"--plot: expected one of {', '.join(sorted(formats))}, found {path}")
+
+
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m kvtier.tune", description="Choose k, bits and rule for a wanted output error"
@@ -143,7 +155,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     if any(size.strip() in ("", "0") for size in options.k.split(",")):
         parser().error(f"--k: expected numbers of at least 1, found {options.k}")
     if options.plot is not None:
-        check_folder(parser(), "--plot", options.plot)
+        check_plot(options.plot)
     program = shutil.which(options.kvtier or "kvtier")
     if program is None:
         parser().error(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import subprocess
 import sys
 import tempfile
@@ -13,6 +15,7 @@ from unittest.mock import MagicMock, patch
 
 from server import PATIENCE
 
+from kvtier.tune import main as tune
 from kvtier.tune import plot
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python"
@@ -105,6 +108,23 @@ class Imports(unittest.TestCase):
                 plot([], 0.05, path)
             self.assertEqual(path.read_text(), "former")
             self.assertEqual(list(Path(folder).iterdir()), [path])
+
+    def test_plots_that_cannot_be_drawn_are_refused_before_the_work(self) -> None:
+        canvas = MagicMock()
+        canvas.FigureCanvasBase.filetypes = {"svg": "", "png": ""}
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace"
+            trace.write_text("")
+            for name, module, message in (
+                ("a.svg", None, "--plot: expected the package matplotlib, found none"),
+                ("a.exe", canvas, f"--plot: expected one of png, svg, found {folder}/a.exe"),
+            ):
+                stubs = {"matplotlib": module, "matplotlib.backend_bases": module}
+                err = io.StringIO()
+                with patch.dict(sys.modules, stubs), contextlib.redirect_stderr(err):
+                    with self.assertRaises(SystemExit):
+                        tune(["--trace", str(trace), "--plot", f"{folder}/{name}"])
+                self.assertIn(message, err.getvalue())
 
     def test_modules_without_torch_say_what_installs_it(self) -> None:
         for module, extra in (("hf", "hf"), ("torch", "torch")):

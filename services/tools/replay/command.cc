@@ -1,3 +1,4 @@
+#include "formats/atomic_file.h"
 #include "include/types/failure.h"
 #include "services/console/enum_names.h"
 #include "services/console/json_report.h"
@@ -107,6 +108,8 @@ void add_replay(CLI::App& program, ReplayCommand& command) {
 
 void run_replay(ReplayCommand& command, const Console& console) {
   JsonReport json(command.json, console);
+  // Throws before the work for a place that cannot be written.
+  if (!command.record_ids.empty()) (void)formats::AtomicFile(command.record_ids);
   const Trace trace = Trace::open(command.trace);
   ProgressBar bar(console.err);
   if (console.err_is_terminal) {

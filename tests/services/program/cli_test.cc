@@ -228,11 +228,12 @@ TEST_F(CliTest, PrintsErrorsOfTraceFiles) {
               HasSubstr("head_dim"));
 }
 
-TEST_F(CliTest, ChecksTheJsonPlaceBeforeItOpensTheTrace) {
-  const CliResult result = run_kvtier(
-      {"replay", file("none").string(), "--json", (folder_ / "missing" / "a.json").string()});
-
-  EXPECT_THAT(result.err, StartsWith("error: UNAVAILABLE: "));
+TEST_F(CliTest, ChecksThePlacesOfFilesBeforeItOpensTheTrace) {
+  for (const char* option : {"--json", "--record-ids"}) {
+    const CliResult result =
+        run_kvtier({"replay", file("none").string(), option, (folder_ / "missing" / "a").string()});
+    EXPECT_THAT(result.err, StartsWith("error: UNAVAILABLE: ")) << option;
+  }
 }
 
 TEST_F(CliTest, RecordsTheIdsOfOneSelectorOnly) {
