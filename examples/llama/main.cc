@@ -73,8 +73,13 @@ void add_runtime(CLI::App& app, Arguments& a) {
 }
 
 void add_kv(CLI::App& app, Arguments& a) {
-  app.add_option("--kv", a.eval.runtime.kv,
-                 "Server that keeps the KV, selects and attends: unix:PATH of kvtier serve");
+  CLI::Option* kv =
+      app.add_option("--kv", a.eval.runtime.kv,
+                     "Server that keeps the KV, selects and attends: unix:PATH of kvtier serve");
+  for (const char* own :
+       {"--host-mib", "--host-budget", "--device-mib", "--disk-cache", "--memcached", "--redis"}) {
+    kv->excludes(app.get_option(own));
+  }
 }
 
 void add_retrieval(CLI::App& app, RetrievalOptions& retrieval) {
@@ -299,17 +304,18 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
 /// Device tensors of the decoder go to kvtier, so both have to be on the GPU.
 std::unique_ptr<Compute> make_compute(Arguments& a) {
   RuntimeOptions& runtime = a.eval.runtime;
-  if (!runtime.kv.empty() && !(runtime.disk_cache.empty() && runtime.remote.empty())) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "--disk-cache, --memcached, --redis: expected none with --kv, found " +
-                    (runtime.disk_cache.empty() ? std::string("servers") : runtime.disk_cache));
-  }
   if (a.kv_dtype == "int8") runtime.page_format = PageFormat::kInt8;
   if (a.kv_dtype != "model" && !runtime.kv.empty()) {
     throw Error(ErrorCode::kInvalidArgument,
                 "--kv-dtype: expected model with --kv, found " + a.kv_dtype);
   }
-  if (a.matmul == "cpu") return make_cpu_compute(runtime.threads);
+  if (a.matmul == "cpu") {
+    if (!a.cuda_libs.empty()) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  "--cuda-libs: expected --matmul cuda with it, found cpu");
+    }
+    return make_cpu_compute(runtime.threads);
+  }
   if (!runtime.kv.empty()) {
     throw Error(ErrorCode::kInvalidArgument, "--matmul: expected cpu with --kv, found cuda");
   }

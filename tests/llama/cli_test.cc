@@ -247,6 +247,8 @@ TEST_F(CliTest, ExplainsUsageErrors) {
       {generate + "--max-tokens 32Q", "--max-tokens: expected a size such as 64K, found 32Q"},
       {generate + "--window -1", "--window: expected a size such as 64K, found -1"},
       {generate + "--sink 16G", "--sink: expected 0 to 16777216, found 17179869184"},
+      {generate + "--kv unix:/x --disk-cache /d", "expected --disk-cache or --kv, found both"},
+      {generate + "--kv unix:/x --host-mib 64", "expected --host-mib or --kv, found both"},
       {generate + "--threads -1", "--threads: expected a number of at least 0, found -1"},
       {generate + "--threads two", "--threads: expected a number of at least 0, found two"}};
   for (const auto& [arguments, message] : cases) {
@@ -259,6 +261,8 @@ TEST_F(CliTest, ExplainsUsageErrors) {
 }
 
 TEST_F(CliTest, RefusesCudaArithmeticItCannotHave) {
+  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --cuda-libs /no/such"), 1);
+  EXPECT_THAT(err(), HasSubstr("--cuda-libs: expected --matmul cuda with it, found cpu"));
   EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --matmul cuda --backend cpu"), 1);
   EXPECT_THAT(err(), HasSubstr("--matmul: expected cpu with --backend cpu"));
   EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --matmul cuda --cuda-libs /no/such"), 1);

@@ -136,13 +136,15 @@ void add_top(CLI::App& program, TopCommand& command) {
                  "Instead: where the server's --metrics listens, unix:PATH, tcp:HOST:PORT or "
                  "http://HOST:PORT")
       ->excludes(server);
-  app.add_option("--interval", command.interval_seconds, "Seconds between two readings")
-      ->check(between(0.1, 3600.0))
-      ->capture_default_str();
+  CLI::Option* interval =
+      app.add_option("--interval", command.interval_seconds, "Seconds between two readings")
+          ->check(between(0.1, 3600.0))
+          ->capture_default_str();
   CLI::Option* once =
       app.add_flag("--once", command.once, "Print one frame, over one interval, and end");
   app.add_flag("--json", command.json, "Print one reading, as /status.json has it, and end")
-      ->excludes(once);
+      ->excludes(once)
+      ->excludes(interval);
 }
 
 void run_top(const TopCommand& command, const Console& console) {

@@ -116,6 +116,7 @@ TEST_F(CliTest, RejectsCommandLinesItDoesNotUnderstand) {
       {{"replay", trace, "--tau", "warm"}, "error: --tau: expected a number, found warm\n"},
       {{"replay", trace, "--k", "3.5"}, "3.5"},
       {{"replay", trace, "--k", "8", "--sparsity", "3"}, "found both"},
+      {{"top", "--json", "--interval", "1"}, "error: expected --interval or --json, found both\n"},
       {{"--log-level", "all", "replay", trace},
        "error: --log-level: expected one of debug, info, warning, error, off, found all\n"}};
   for (const auto& [arguments, message] : cases) {
