@@ -405,7 +405,8 @@ int run_serve(const ServeCommand& command, const Console& console, Log& log) {
   ServerOptions options = server_options(command);
   warn_of_open_secrets({{"tls-key", command.tls_key},
                         {"redis-password-file", command.remote.redis_password_file},
-                        {"remote-key-file", command.remote.key_file}},
+                        {"remote-key-file", command.remote.key_file},
+                        {"page-key-file", command.page_key_file}},
                        log);
   warn_of_host_memory(options.core.models.memory.host_bytes, log);
   ServingOptions serving{.drain = milliseconds(command.drain_seconds),

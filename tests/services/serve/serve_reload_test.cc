@@ -63,13 +63,20 @@ TEST_F(ServeTest, WarnsOfSecretsThatOthersMayRead) {
   namespace fs = std::filesystem;
   const testing::Authority authority(folder_, "ca");
   const testing::Certificate own = authority.issue("localhost");
+  const std::string page_key = write("page.key", "sixteen bytes or more");
   for (const bool open : {true, false}) {
-    fs::permissions(own.key, open ? fs::perms(0644) : fs::perms(0640));
-    const auto server = serve({"--listen", "tcp:127.0.0.1:0", "--tls-cert", own.certificate,
-                               "--tls-key", own.key, "--tls-client-ca", authority.certificate()});
+    for (const std::string& key : {own.key, page_key}) {
+      fs::permissions(key, open ? fs::perms(0644) : fs::perms(0640));
+    }
+    const auto server =
+        serve({"--listen", "tcp:127.0.0.1:0", "--tls-cert", own.certificate, "--tls-key", own.key,
+               "--tls-client-ca", authority.certificate(), "--page-folder",
+               (folder_ / "pages").string(), "--page-key-file", page_key});
     ASSERT_THAT(server->read_line(), HasSubstr("listening on tcp:127.0.0.1:")) << err();
-    const std::string warning = "tls-key: expected a file that others cannot read";
-    EXPECT_EQ(err().find(warning) != std::string::npos, open) << err();
+    for (const char* option : {"tls-key", "page-key-file"}) {
+      const std::string warning = option + std::string(": expected a file that others cannot read");
+      EXPECT_EQ(err().find(warning) != std::string::npos, open) << err();
+    }
     server->signal(SIGTERM);
     EXPECT_EQ(server->wait(), 0) << err();
   }
