@@ -105,7 +105,15 @@ void check_needs(const CLI::App& app, const ServeCommand& command) {
   need("--remote-ttl-seconds", !command.remote.empty(), "--memcached or --redis");
   need("--row-cache-rows", command.row_cache_mib != 0 || command.memory.row_cache_rows <= 0,
        "--row-cache-mib above 0");
+  need("--row-cache-policy", command.row_cache_mib != 0 && command.memory.row_cache_rows != 0,
+       "--row-cache-mib and --row-cache-rows above 0");
+  need("--page-memory-mib", command.page_arena_mib != 0 || command.page_memory_mib == 0,
+       "--page-arena-mib above 0");
+  need("--remote-key-file", !command.page_remote || !command.disk_cache.empty(), "--disk-cache");
   need("--max-device-regions", !has_no_data_plane(command), "--data-listen");
+  if (command.insecure_tcp && !command.tls_certificate.empty()) {
+    throw CLI::ExcludesError("--insecure-tcp", "--tls-cert");
+  }
 }
 
 std::chrono::milliseconds milliseconds(double seconds) {
