@@ -24,10 +24,10 @@ int run(int argc, char** argv) {
   app.add_option("--model", settings.model, "Folder of needle-llama's model");
   app.add_option("--tokens", settings.tokens, "Context of the decoder's steps")
       ->check(services::between(1024, 16000));
-  app.add_option(
-         "--only", wanted,
-         "wakeups, isolation, pages, redis, streams, calls, overload, decode (default: all)")
-      ->delimiter(',');
+  app.add_option("--only", wanted, "Comparisons (default: all)")
+      ->delimiter(',')
+      ->check(services::one_of(
+          {"wakeups", "isolation", "pages", "redis", "streams", "calls", "overload", "decode"}));
   app.add_option("--out", output, "File for the report (default: standard output)");
   if (const auto code =
           services::parse_arguments(app, {argv + 1, argv + argc}, {std::cout, std::cerr})) {

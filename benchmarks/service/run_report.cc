@@ -1,10 +1,11 @@
 #include "benchmarks/service/run_report.h"
 
+#include "formats/atomic_file.h"
+
 #include <array>
 #include <ctime>
 #include <fstream>
 #include <iostream>
-#include <stdexcept>
 #include <thread>
 
 namespace kvtier::bench {
@@ -58,9 +59,7 @@ void RunReport::write(const std::string& path) {
     std::cout << report_.dump(1) << '\n';
     return;
   }
-  std::ofstream out(path);
-  out << report_.dump(1) << '\n';
-  if (!out.flush()) throw std::runtime_error("expected to write " + path + ", could not");
+  formats::AtomicFile(path).commit(report_.dump(1) + "\n");
 }
 
 }  // namespace kvtier::bench
