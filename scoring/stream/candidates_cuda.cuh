@@ -80,12 +80,17 @@ class ApproximateKeys {
  public:
   static constexpr int kAtOnce = 4;
 
-  int of_lane;  ///< Vectors of a lane: of a warp, lanes have every 32nd.
+  int of_lane;  ///< Vectors of a lane, in whole words: of a warp, lanes have every 32nd.
   int begin;    ///< Those of the warp.
   int end;
 
+  /// Vectors whose tokens have a bit each in a word; a unit has whole words.
+  static constexpr int kOfWord = 4;
+  static_assert(kFusedUnit % (8 * kOfWord) == 0);
+
   __device__ ApproximateKeys(const FilterArgs& args, const FusedWork& work)
-      : of_lane((work.count / 8 + kFusedThreads - 1) / kFusedThreads),
+      : of_lane((work.count / 8 + kFusedThreads * kOfWord - 1) / (kFusedThreads * kOfWord) *
+                kOfWord),
         begin(min(static_cast<int>(threadIdx.x) / 32 * of_lane * 32, work.count / 8)),
         end(min(begin + of_lane * 32, work.count / 8)),
         vectors_(reinterpret_cast<const uint4*>(
@@ -138,19 +143,25 @@ __device__ inline void prefetch_blocks(const FusedWork& work) {
 
 /// Lists the tokens that `order` gives at least `least`. All threads; begins and ends with a
 /// barrier.
-template <typename Order>
+template <bool kByScore>
 __device__ Candidates list_candidates(const FilterArgs& args, const FusedWork& work,
-                                      const Order& order, const ApproximateKeys& approximate,
-                                      int least, ChoiceMemory& memory, FusedShared& shared) {
+                                      const KeyOrder<kByScore>& order,
+                                      const ApproximateKeys& approximate, int least,
+                                      ChoiceMemory& memory, FusedShared& shared) {
+  constexpr int kOfWord = ApproximateKeys::kOfWord;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  // A bit per token of a vector, of vectors whose bits have room in the place of the keys.
+  // A bit per token, of vectors whose bits have room in the place of the keys.
   auto* const kept = reinterpret_cast<std::uint8_t*>(memory.keys);
   constexpr int kKept = sizeof(memory.keys);
   const auto votes_of = [&](const uint4& loaded, int vector) {
     const int token = work.first_token + vector * 8;
     unsigned votes = 0;
     const unsigned words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+    if constexpr (!kByScore) {  // most vectors have none
+      const unsigned most = __vmaxu2(__vmaxu2(words[0], words[1]), __vmaxu2(words[2], words[3]));
+      if (static_cast<int>(max(most & 0xFFFFU, most >> 16)) < least) return votes;
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (order.of(words[i] & 0xFFFFU, token + 2 * i) >= least) votes |= 1U << (2 * i);
@@ -158,39 +169,43 @@ __device__ Candidates list_candidates(const FilterArgs& args, const FusedWork& w
     }
     return votes;
   };
+  const auto votes_at = [&](int word) {
+    if (word < kKept / kOfWord) return memory.keys[word];
+    std::uint32_t votes = 0;
+    for (int i = 0; i < kOfWord; ++i) {
+      const int vector = word * kOfWord + i;
+      votes |= votes_of(approximate.at(vector), vector) << (8 * i);
+    }
+    return votes;
+  };
   __syncthreads();
-  int mine = 0;
   approximate.visit_own([&](const uint4& loaded, int vector) {
-    const unsigned votes = votes_of(loaded, vector);
-    if (vector < kKept) kept[vector] = static_cast<std::uint8_t>(votes);
-    mine += __popc(votes);
+    if (vector < kKept) kept[vector] = static_cast<std::uint8_t>(votes_of(loaded, vector));
   });
-  mine = static_cast<int>(__reduce_add_sync(kFullWarp, static_cast<unsigned>(mine)));
-  if (lane == 0) shared.warp_counts[warp] = static_cast<std::uint32_t>(mine);
+  __syncwarp();  // the bits of all lanes
+  // A lane lists the tokens of neighbouring vectors.
+  const int first = min(approximate.begin + lane * approximate.of_lane, approximate.end) / kOfWord;
+  const int last = min(first + approximate.of_lane / kOfWord, approximate.end / kOfWord);
+  int count = 0;
+#pragma unroll 4
+  for (int i = first; i < last; ++i) count += __popc(votes_at(i));
+  const int through = inclusive_warp_sum(count);
+  if (lane == 31) shared.warp_counts[warp] = static_cast<std::uint32_t>(through);
   if (threadIdx.x == 0) shared.chosen_before = 0;  // of the keys that are exact
   __syncthreads();                                 // the counts of all warps are there
   const unsigned of_warp = lane < kFusedWarps ? shared.warp_counts[lane] : 0;
   Candidates found;
   found.count = static_cast<int>(__reduce_add_sync(kFullWarp, of_warp));
   auto at = static_cast<int>(__reduce_add_sync(kFullWarp, lane < warp ? of_warp : 0));
+  at += through - count;
   const bool listed = found.padded() <= kListed;
   const std::int64_t global = work.group_index * args.max_tokens + work.first_token;
   found.keys = listed ? memory.keys : reinterpret_cast<std::uint32_t*>(args.values) + global;
   found.tokens = listed ? memory.tokens : args.ids + global;
-  // A lane lists the tokens of neighbouring vectors.
-  const int first = min(approximate.begin + lane * approximate.of_lane, approximate.end);
-  const int last = min(first + approximate.of_lane, approximate.end);
-  const auto votes_at = [&](int vector) -> unsigned {
-    return vector < kKept ? kept[vector] : votes_of(approximate.at(vector), vector);
-  };
-  int count = 0;
-#pragma unroll 4
-  for (int i = first; i < last; ++i) count += __popc(votes_at(i));
-  at += inclusive_warp_sum(count) - count;
 #pragma unroll 1
   for (int i = first; count > 0 && i < last; ++i) {
-    for (unsigned votes = votes_at(i); votes != 0; votes &= votes - 1) {
-      found.tokens[at++] = work.first_token + i * 8 + __ffs(static_cast<int>(votes)) - 1;
+    for (std::uint32_t votes = votes_at(i); votes != 0; votes &= votes - 1) {
+      found.tokens[at++] = work.first_token + i * 8 * kOfWord + __ffs(static_cast<int>(votes)) - 1;
     }
   }
   __syncthreads();  // the list is complete
