@@ -12,8 +12,7 @@
 
 namespace kvtier::hashing {
 
-/// Tokens per sketch block. A block is the unit of allocation; tiles of 256 tokens inside it are
-/// contiguous per chunk and head.
+/// Tokens per sketch block, the unit of allocation.
 inline constexpr int kBlockTokens = 1024;
 
 /// A chunk is 128 sign bits: what one lane loads at once, and the depth of a binary matrix product.
@@ -28,8 +27,12 @@ inline constexpr std::uint16_t kNonfiniteNorm = 0x7C00;
 
 /// Layout of one sketch block of one layer, for all KV heads:
 ///
-///     bits   [kv_heads][chunks][kBlockTokens][16 bytes]
+///     bits   [kv_heads][chunks][kBlockTokens][16 bytes]; of two chunks
+///            [kv_heads][kBlockTokens][2][16 bytes]
 ///     norms  [kv_heads][kBlockTokens][key, value] fp16
+///
+/// So the bits of a token that is read at random are one sector of memory where two chunks hold
+/// them. Of more chunks an estimator may read the first alone, of all tokens.
 ///
 /// Bit i of a token (plane i) is bit 31 - i % 32 of 32-bit word i / 32 of its bit string: plane 0
 /// is the most significant, so the bucket id of a table is P consecutive bits read as a big-endian
@@ -47,10 +50,15 @@ struct SketchGeometry {
   KVTIER_HOST_DEVICE std::int64_t block_bytes() const {
     return bits_bytes() + std::int64_t{kv_heads} * kBlockTokens * kNormBytes;
   }
+  /// Bytes from a token's chunk to the same chunk of the next token, and to its own next chunk.
+  KVTIER_HOST_DEVICE int token_stride() const { return (chunks() == 2 ? 2 : 1) * kChunkBytes; }
+  KVTIER_HOST_DEVICE int chunk_stride() const {
+    return (chunks() == 2 ? 1 : kBlockTokens) * kChunkBytes;
+  }
   /// Offset of a token's chunk inside its block.
   KVTIER_HOST_DEVICE std::int64_t chunk_offset(int kv_head, int chunk, int token_in_block) const {
-    return ((std::int64_t{kv_head} * chunks() + chunk) * kBlockTokens + token_in_block) *
-           kChunkBytes;
+    return std::int64_t{kv_head} * chunks() * kBlockTokens * kChunkBytes +
+           std::int64_t{chunk} * chunk_stride() + std::int64_t{token_in_block} * token_stride();
   }
   /// Offset of a token's norms, that of its key first: one 32-bit word.
   KVTIER_HOST_DEVICE std::int64_t norms_offset(int kv_head, int token_in_block) const {

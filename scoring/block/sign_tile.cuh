@@ -24,16 +24,26 @@ __device__ inline void multiply_bits_of_two(int (&counts)[4], const std::uint32_
 
 /// The bits of 32 tokens in shared memory, as products take them. Where the number of chunks is
 /// known, 1 or 2, the lanes hold them; else, 0, they are read for each use.
+///
+/// `whole`: the two chunks of a token lie side by side, in the other order of every second four
+/// tokens, so that eight rows are in different banks. Else a chunk of all tokens comes after the
+/// other.
 template <int kChunks>
 class TileBits {
  public:
-  /// `tile`: the shared address of the first token's bits in chunk 0, 16 bytes a token; the next
-  /// chunk is `stride` bytes away.
-  __device__ void load(unsigned tile, unsigned stride) {
+  /// Of tile `tile` of the unit of 64 tokens at the shared address `unit`. The next chunk or, if
+  /// `whole`, the next tile is `stride` bytes away.
+  __device__ void load(unsigned unit, unsigned stride, int tile, bool whole) {
     static_assert(kChunks <= 2);
+    constexpr unsigned kTileBytes = 32 * hashing::kChunkBytes;
+    if constexpr (kChunks > 0) whole = kChunks == 2;
     // A matrix of eight rows of 16 bytes is a chunk of eight tokens: lane 4 g + t gets word t of g.
-    base_ = tile + threadIdx.x % 8 * hashing::kChunkBytes;
-    stride_ = stride;
+    const unsigned token = threadIdx.x % 8;
+    token_bytes_ = whole ? 2 * hashing::kChunkBytes : hashing::kChunkBytes;
+    const unsigned swapped = whole ? token / 4 * hashing::kChunkBytes : 0;
+    base_ = unit + static_cast<unsigned>(tile) * (whole ? stride : kTileBytes) +
+            token * token_bytes_ + swapped;
+    stride_ = whole ? hashing::kChunkBytes - 2 * swapped : stride;
     if constexpr (kChunks == 1) read_one(0, held_[0]);
     if constexpr (kChunks == 2) read_two(0, held_[0], held_[kChunks - 1]);
   }
@@ -60,23 +70,27 @@ class TileBits {
   }
 
  private:
-  static constexpr unsigned kMatrix = 8 * hashing::kChunkBytes;
+  // From a matrix of a chunk to the next.
+  [[nodiscard]] __device__ unsigned matrix() const {
+    return 8 * (kChunks > 0 ? kChunks * hashing::kChunkBytes : token_bytes_);
+  }
 
   __device__ void read_one(int chunk, std::uint32_t (&rows)[4]) const {
     const unsigned lane = threadIdx.x % 32;
     transfer::cuda::load_matrices(
-        rows, base_ + static_cast<unsigned>(chunk) * stride_ + lane / 8 * kMatrix);
+        rows, base_ + static_cast<unsigned>(chunk) * stride_ + lane / 8 * matrix());
   }
   __device__ void read_two(int chunk, std::uint32_t (&first)[4], std::uint32_t (&second)[4]) const {
     const unsigned lane = threadIdx.x % 32;
-    const unsigned from = base_ + static_cast<unsigned>(chunk) * stride_ + lane / 8 % 2 * kMatrix +
+    const unsigned from = base_ + static_cast<unsigned>(chunk) * stride_ + lane / 8 % 2 * matrix() +
                           lane / 16 * stride_;
     transfer::cuda::load_matrices(first, from);
-    transfer::cuda::load_matrices(second, from + 2 * kMatrix);
+    transfer::cuda::load_matrices(second, from + 2 * matrix());
   }
 
   unsigned base_ = 0;
-  unsigned stride_ = 0;
+  unsigned stride_ = 0;       // to the next chunk
+  unsigned token_bytes_ = 0;  // from a token to the next
   std::uint32_t held_[kChunks > 0 ? kChunks : 1][4];
 };
 

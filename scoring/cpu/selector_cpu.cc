@@ -187,9 +187,10 @@ SketchTile tile_of_slots(const SelectRequest& request, int sequence, int kv_head
     const auto copy = [&](std::int64_t to_offset, std::int64_t from_offset, std::int64_t bytes) {
       std::memcpy(memory.data() + to_offset, block + from_offset, static_cast<std::size_t>(bytes));
     };
-    for (int chunk = 0; chunk < from.chunks(); ++chunk) {
+    const int together = from.token_stride() / hashing::kChunkBytes;
+    for (int chunk = 0; chunk < from.chunks(); chunk += together) {
       copy(to.chunk_offset(0, chunk, i), from.chunk_offset(kv_head, chunk, at),
-           run * hashing::kChunkBytes);
+           run * from.token_stride());
     }
     copy(to.norms_offset(0, i), from.norms_offset(kv_head, at), run * hashing::kNormBytes);
     i += static_cast<int>(run);

@@ -12,8 +12,7 @@ namespace {
 constexpr int kMaxPlanes = 1024;
 constexpr int kWordBits = 32;
 constexpr int kNibblePatterns = 16;
-// Words of consecutive tokens are a chunk apart.
-constexpr int kWordStride = hashing::kChunkBytes / 4;
+constexpr int kWordsPerChunk = hashing::kChunkBytes / 4;
 constexpr int kMaxChunks = kMaxPlanes / hashing::kChunkBits;
 // Bit planes of query weights that one pass over a chunk handles.
 constexpr int kPassBits = 4;
@@ -34,21 +33,23 @@ int lane_groups(int group) { return (group + kLanes - 1) / kLanes; }
 const std::uint32_t* word_column(const hashing::SketchGeometry& geometry, const SketchTile& tile,
                                  int word) {
   const std::byte* chunk =
-      tile.block + geometry.chunk_offset(tile.kv_head, word / kWordStride, tile.first);
-  return reinterpret_cast<const std::uint32_t*>(chunk) + word % kWordStride;
+      tile.block + geometry.chunk_offset(tile.kv_head, word / kWordsPerChunk, tile.first);
+  return reinterpret_cast<const std::uint32_t*>(chunk) + word % kWordsPerChunk;
 }
 
 // Bits [begin, begin + width) of two neighbouring words, as element offsets into tables of
-// `kLanes` interleaved heads: the leading `width - lo_bits` bits to `hi`, the others to `lo`.
+// `kLanes` interleaved heads: the leading `width - lo_bits` bits to `hi`, the others to `lo`. Words
+// of consecutive tokens are `stride` apart.
 KVTIER_SIMD_CLONES
-void extract_offsets(const std::uint32_t* word, const std::uint32_t* next, int begin, int width,
-                     int lo_bits, int scale, int count, std::int32_t* hi, std::int32_t* lo) {
+void extract_offsets(const std::uint32_t* word, const std::uint32_t* next, int stride, int begin,
+                     int width, int lo_bits, int scale, int count, std::int32_t* hi,
+                     std::int32_t* lo) {
   const std::uint32_t mask = (1U << lo_bits) - 1U;
   const auto factor = static_cast<std::uint32_t>(scale);
 #pragma omp simd
   for (int i = 0; i < count; ++i) {
     const std::uint32_t window =
-        (word[i * kWordStride] << begin) | ((next[i * kWordStride] >> 1) >> (31 - begin));
+        (word[i * stride] << begin) | ((next[i * stride] >> 1) >> (31 - begin));
     const std::uint32_t bits = window >> (kWordBits - width);
     hi[i] = static_cast<std::int32_t>((bits >> lo_bits) * factor);
     lo[i] = static_cast<std::int32_t>((bits & mask) * factor);
@@ -60,8 +61,9 @@ void extract(const hashing::SketchGeometry& geometry, const SketchTile& tile, in
   const int word = plane / kWordBits;
   const bool straddles = plane % kWordBits + width > kWordBits;
   extract_offsets(word_column(geometry, tile, word),
-                  word_column(geometry, tile, straddles ? word + 1 : word), plane % kWordBits,
-                  width, lo_bits, scale, tile.count, hi.data(), lo.data());
+                  word_column(geometry, tile, straddles ? word + 1 : word),
+                  geometry.token_stride() / 4, plane % kWordBits, width, lo_bits, scale, tile.count,
+                  hi.data(), lo.data());
 }
 
 KVTIER_SIMD_CLONES
@@ -102,16 +104,17 @@ void count_matches(const std::int32_t* buckets, std::int32_t bucket, int count, 
 }
 
 // Adds (c0 + 2 c1 + 4 c2 + 8 top c3) << shift with c_b the keys' bits set where bit plane b is.
+// Keys are `key_stride` apart, bit planes `stride`.
 KVTIER_SIMD_CLONES
-void add_popcounts(const std::uint64_t* keys, const std::uint64_t* planes, std::int64_t stride,
-                   int top, int shift, int count, std::int32_t* sums) {
+void add_popcounts(const std::uint64_t* keys, std::int64_t key_stride, const std::uint64_t* planes,
+                   std::int64_t stride, int top, int shift, int count, std::int32_t* sums) {
   const std::uint64_t a0 = planes[0], a1 = planes[1];
   const std::uint64_t b0 = planes[stride], b1 = planes[stride + 1];
   const std::uint64_t c0 = planes[2 * stride], c1 = planes[2 * stride + 1];
   const std::uint64_t d0 = planes[3 * stride], d1 = planes[3 * stride + 1];
   for (int i = 0; i < count; ++i) {
-    const std::uint64_t k0 = keys[2 * i];
-    const std::uint64_t k1 = keys[2 * i + 1];
+    const std::uint64_t k0 = keys[key_stride * i];
+    const std::uint64_t k1 = keys[key_stride * i + 1];
     const int a = std::popcount(k0 & a0) + std::popcount(k1 & a1);
     const int b = std::popcount(k0 & b0) + std::popcount(k1 & b1);
     const int c = std::popcount(k0 & c0) + std::popcount(k1 & c1);
@@ -260,8 +263,9 @@ void integer_weights(const ScoreParams& params, const hashing::SketchGeometry& g
           tile.block + geometry.chunk_offset(tile.kv_head, chunk, tile.first));
       for (int shift = 0; shift < num_weight_planes(params); shift += kPassBits) {
         const int top = shift + kPassBits == num_weight_planes(params) ? -1 : 1;
-        add_popcounts(keys, planes[h].words + shift * stride + 2 * chunk, stride, top, shift,
-                      tile.count, set.data());
+        add_popcounts(keys, geometry.token_stride() / 8,
+                      planes[h].words + shift * stride + 2 * chunk, stride, top, shift, tile.count,
+                      set.data());
       }
     }
     signed_sums(set.data(), planes[h].total, tile.count, sums.heads[h]);

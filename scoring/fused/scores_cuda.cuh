@@ -46,20 +46,57 @@ class UnitBlocks {
   const std::byte* next_ = nullptr;
 };
 
-/// The bits of a unit in shared memory: those of the next chunk are `stride` bytes away.
+/// The bits of a unit in shared memory: those of the next chunk or, where two chunks lie side by
+/// side, of the next tile are `stride` bytes away.
 struct FusedUnitBits {
   unsigned first;
   unsigned stride;
 };
 
+/// The vectors of 16 bytes of a unit's codes that the lanes of a warp copy: two each for each
+/// chunk. Where the two chunks of a token lie side by side, in the sketch and in shared memory
+/// (`TileBits`), neighbouring lanes have them. kChunks: as of `known_chunks`.
+template <int kChunks>
+class UnitVectors {
+ public:
+  __device__ UnitVectors(const hashing::SketchGeometry& sketch, int chunks)
+      : whole_(kChunks > 0 ? kChunks == 2 : chunks == 2 && sketch.chunks() == 2),
+        token_bytes_(kChunks > 0 ? kChunks * hashing::kChunkBytes : sketch.token_stride()) {}
+
+  /// Whether two chunks lie side by side.
+  [[nodiscard]] __device__ bool whole() const { return kChunks > 0 ? kChunks == 2 : whole_; }
+  /// Bytes of a sketch block from a unit's codes to the lane's first vector,
+  [[nodiscard]] __device__ int lane_from() const { return lane() * vector_bytes(); }
+  /// and from the first copy to the `i`-th of `chunk`, of two for each.
+  [[nodiscard]] __device__ int from(int chunk, int i) const {
+    constexpr int kStrideBytes = hashing::kBlockTokens * hashing::kChunkBytes;
+    return chunk * (whole() ? kFusedPiece : kStrideBytes) + i * 32 * vector_bytes();
+  }
+  /// Bytes of a sketch block from a unit's codes to those of the next.
+  [[nodiscard]] __device__ int unit_bytes() const { return kFusedUnit * token_bytes_; }
+  /// The lane's place in 512 bytes of shared memory.
+  [[nodiscard]] __device__ unsigned lane_to() const {
+    const unsigned swapped = whole() ? threadIdx.x / 8 % 2 : 0;
+    return (threadIdx.x % 32 ^ swapped) * 16;
+  }
+
+ private:
+  [[nodiscard]] __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  [[nodiscard]] __device__ int vector_bytes() const { return whole() ? 16 : token_bytes_; }
+
+  bool whole_;
+  int token_bytes_;  // from a token's vector of a chunk to that of the next
+};
+
 /// The units of one warp on their way through its ring of stages: every kFusedWarps-th of the
 /// block's. Whole warps only. `FusedLayout` says where they lie.
-template <int kQuads>
+template <int kQuads, int kChunks>
 class FusedRing {
  public:
   __device__ FusedRing(const FilterArgs& args, int kv_head, const FusedShape& shape, int chunks,
                        std::byte* memory)
       : policy_(transfer::cuda::read_once_policy()),
+        vectors_(args.request.sketch, chunks),
         spare_bytes_(shape.spare),
         chunks_(chunks),
         stages_(shape.stages) {
@@ -71,7 +108,7 @@ class FusedRing {
     spare_ = sums + units * kSumsBytes + warp * shape.spare;
     const hashing::SketchGeometry& sketch = args.request.sketch;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    codes_ = sketch.chunk_offset(kv_head, 0, 0) + lane * 16;
+    codes_ = sketch.chunk_offset(kv_head, 0, 0) + vectors_.lane_from();
     norms_ = sketch.norms_offset(kv_head, 0) + lane * 16;
     copies_norms_ = lane * 16 < kNormBytes;
   }
@@ -89,6 +126,8 @@ class FusedRing {
 #pragma unroll 1
     for (int i = 0; i < stages_; ++i) fill_next();
   }
+  /// As of `UnitVectors`.
+  [[nodiscard]] __device__ bool whole() const { return vectors_.whole(); }
   /// Waits for the next unit: its norms are in their place, and its bits where this returns.
   __device__ FusedUnitBits wait() {
     switch (stages_) {
@@ -130,24 +169,24 @@ class FusedRing {
   }
   __device__ void fill() {
     constexpr int kUnitsPerBlock = hashing::kBlockTokens / kFusedUnit;
-    constexpr int kStrideBytes = hashing::kBlockTokens * hashing::kChunkBytes;
     const std::byte* block = blocks_.at(next_);
     const int unit = first_ % kUnitsPerBlock;  // of the block, as of every unit of the warp
-    const int lane = static_cast<int>(threadIdx.x) % 32;
     const FusedUnitBits bits = bits_of(stage_);
-    const unsigned to = bits.first + static_cast<unsigned>(lane * 16);
-    const std::byte* codes = block + codes_ + unit * kFusedPiece;
+    const unsigned to = bits.first + vectors_.lane_to();
+    const std::byte* codes = block + codes_ + unit * vectors_.unit_bytes();
     if (copies_norms_) {
       transfer::cuda::copy_async_16_once(
-          norms_to_ + static_cast<unsigned>(next_ * kFusedWarps * kNormBytes + lane * 16),
+          norms_to_ + static_cast<unsigned>(next_ * kFusedWarps * kNormBytes) +
+              threadIdx.x % 32 * 16,
           block + norms_ + unit * kNormBytes, policy_);
     }
+#pragma unroll(kChunks > 0 ? kChunks : 1)
     for (int chunk = 0; chunk < chunks_; ++chunk) {
 #pragma unroll
       for (int i = 0; i < kFusedPiece / 512; ++i) {
         transfer::cuda::copy_async_16_once(
             to + static_cast<unsigned>(chunk) * bits.stride + i * 512,
-            codes + chunk * kStrideBytes + i * 512, policy_);
+            codes + vectors_.from(chunk, i), policy_);
       }
     }
   }
@@ -160,6 +199,7 @@ class FusedRing {
   unsigned spare_;
   std::uint64_t policy_;
   UnitBlocks blocks_;
+  UnitVectors<kChunks> vectors_;
   std::int64_t codes_;  // of the lane's first vector in a block
   std::int64_t norms_;
   int spare_bytes_;
@@ -288,7 +328,7 @@ __device__ FusedSum sum_lanes(FusedSum total) {
 /// `others`: lane h has what is added to head h. A lane has one head of each quad. `factors` is of
 /// the heads in whole quads.
 template <int kQuads, int kChunks, int kBits>
-__device__ void score_tokens(const ScoreParams& params, FusedRing<kQuads>& ring,
+__device__ void score_tokens(const ScoreParams& params, FusedRing<kQuads, kChunks>& ring,
                              const FusedWork& work, int chunks, const float* factors,
                              const FusedScores& scores, FusedQueries& queries,
                              const FusedSum* others) {
@@ -341,7 +381,7 @@ __device__ void score_tokens(const ScoreParams& params, FusedRing<kQuads>& ring,
     TileBits<kChunks> tile_bits[kTiles];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      tile_bits[tile].load(bits.first + tile * kFusedTile * hashing::kChunkBytes, bits.stride);
+      tile_bits[tile].load(bits.first, bits.stride, tile, ring.whole());
     }
     int last[kTiles][2][1][4];
 #pragma unroll

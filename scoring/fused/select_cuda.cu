@@ -18,9 +18,9 @@ namespace {
 #if defined(KVTIER_HAS_CLUSTERS)
 
 /// Starts to copy a block's sketches before the wait. Returns the block's share as it was taken.
-template <int kQuads>
+template <int kQuads, int kChunks>
 __device__ FusedShare start_early(const FilterArgs& args, const FusedShape& shape, int query_index,
-                                  unsigned rank, FusedRing<kQuads>& ring) {
+                                  unsigned rank, FusedRing<kQuads, kChunks>& ring) {
   if (!shape.early) return {0, 0, 0, 1};
   const SelectRequest& request = args.request;
   const FusedShare share = early_share(request, query_index, rank, shape.blocks);
@@ -31,10 +31,10 @@ __device__ FusedShare start_early(const FilterArgs& args, const FusedShape& shap
 /// Makes the tables of the group's heads while sketches and an append are under way; ends with
 /// that. Returns the share of which the sketches are copied. `handed_on`: whether the next kernel
 /// uses the queries.
-template <int kQuads, int kBits>
+template <int kQuads, int kBits, int kChunks>
 __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
                               const FusedShape& shape, int query_index, int kv_head, int chunks,
-                              const BlockExchange& peers, FusedRing<kQuads>& ring,
+                              const BlockExchange& peers, FusedRing<kQuads, kChunks>& ring,
                               FusedTables& tables, FusedQueries& queries, float* factors,
                               bool handed_on) {
   const FusedPlanes share(args, projections_of(args.request.params, chunks), peers);
@@ -61,7 +61,7 @@ __device__ FusedShare prepare(const FilterArgs& args, const FusedInput& input,
 template <int kQuads, int kChunks, int kBits, bool kBounded>
 __device__ void score_share(const FilterArgs& args, const FusedShape& shape, const FusedWork& work,
                             const BlockExchange& peers, const FusedShare& started,
-                            FusedRing<kQuads>& ring, const FusedTables& tables,
+                            FusedRing<kQuads, kChunks>& ring, const FusedTables& tables,
                             const float* factors, const FusedScores& scores,
                             FusedQueries& queries) {
   const ScoreParams& params = args.request.params;
@@ -113,7 +113,7 @@ __global__ __launch_bounds__(kFusedThreads,
   if (!input.after_append) transfer::cuda::wait_for_previous();
   const BlockExchange peers(args, std::int64_t{query_index} * args.request.kv.kv_heads + kv_head,
                             rank, shape.blocks);
-  FusedRing<kQuads> ring(args, kv_head, shape, chunks, dynamic);
+  FusedRing<kQuads, kChunks> ring(args, kv_head, shape, chunks, dynamic);
   const bool attends = attention.tiles > 0;
   auto& tables = *reinterpret_cast<FusedTables*>(after_keys);
   const FusedShare started =
@@ -156,10 +156,10 @@ __global__ __launch_bounds__(kFusedThreads,
 using SelectKernel = void (*)(FilterArgs, FusedInput, FusedAttention, FusedShape);
 
 template <bool kBounded>
-SelectKernel fused_kernel(const ScoreParams& params, int group) {
-  const int chunks = sign_chunks(params);
-  const int bits = params.weight_bits();
-  switch (fused_quads(group)) {
+SelectKernel fused_kernel(const SelectRequest& request) {
+  const int chunks = known_chunks(request);
+  const int bits = request.params.weight_bits();
+  switch (fused_quads(request.kv.group)) {
     case 4:
       if (bits > 5 || chunks != 2) return select_fused<4, 0, 8, kBounded>;
       return bits <= 4 ? select_fused<4, 2, 4, kBounded> : select_fused<4, 2, 5, kBounded>;
@@ -244,9 +244,8 @@ void enqueue_fused(cudaStream_t stream, const FilterArgs& args, const SelectionP
   const FusedInput input = fused_input(request);
   int bytes = plan.bytes;
   const FusedAttention attention = fused_attention(request, bytes);
-  const SelectKernel kernel = request.params.threshold > 0.0F
-                                  ? fused_kernel<true>(request.params, request.kv.group)
-                                  : fused_kernel<false>(request.params, request.kv.group);
+  const SelectKernel kernel =
+      request.params.threshold > 0.0F ? fused_kernel<true>(request) : fused_kernel<false>(request);
   allow_shape(kernel, most_bytes());
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(request.query_batch.count));

@@ -44,6 +44,13 @@ inline int __host__ __device__ fused_unit_bytes(int chunks) {
   return chunks * kFusedPiece + kFusedUnit * hashing::kNormBytes;
 }
 
+/// Chunks that a kernel for the request may know: 0, any number, where those that are read do not
+/// lie as in a sketch of so many.
+inline int known_chunks(const SelectRequest& request) {
+  const int chunks = sign_chunks(request.params);
+  return (chunks == 2) == (request.sketch.chunks() == 2) ? chunks : 0;
+}
+
 /// Tokens of a tile: what a warp scores at once.
 inline constexpr int kFusedTile = 32;
 

@@ -123,10 +123,11 @@ __global__ __launch_bounds__(kScoreThreads, kBlocksPerProcessor) void lookup_sco
       table += kHeads * shape.row;
       --left;
     };
+    const int chunk_vectors = args.sketch.chunk_stride() / hashing::kChunkBytes;
     uint4 ahead = __ldg(codes);
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const std::uint32_t words[kWordsPerChunk] = {ahead.x, ahead.y, ahead.z, ahead.w};
-      if (chunk + 1 < chunks) ahead = __ldg(codes + (chunk + 1) * kChunkStride);
+      if (chunk + 1 < chunks) ahead = __ldg(codes + (chunk + 1) * chunk_vectors);
 #pragma unroll
       for (int w = 0; w < kWordsPerChunk; ++w) {
         reader.push(words[w]);

@@ -15,8 +15,6 @@ inline constexpr int kScoreThreads = 256;
 /// Blocks that the tokens are divided among, per multiprocessor: enough to hide latency, few enough
 /// that filling tables does not count.
 inline constexpr int kBlocksPerProcessor = 3;
-/// From a 16-byte chunk of a token to its next, in chunks.
-inline constexpr int kChunkStride = hashing::kBlockTokens;
 inline constexpr int kWordsPerChunk = hashing::kChunkBits / 32;
 
 struct ScoreArgs {

@@ -22,6 +22,7 @@ struct SignShape {
 // % 4 of token lane / 4.
 template <int kBits>
 __device__ void count_bits(
+    const hashing::SketchGeometry& sketch,
     const std::uint32_t* const (&codes)[SignShape<kBits>::kRowGroups], int chunks,
     const std::uint32_t* columns,
     int (&counts)[SignShape<kBits>::kRowGroups][SignShape<kBits>::kProducts][4]) {
@@ -34,8 +35,8 @@ __device__ void count_bits(
     for (int group = 0; group < kRowGroups; ++group) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        rows[group][half] =
-            __ldg(codes[group] + (chunk * kChunkStride + half * 8) * kWordsPerChunk);
+        rows[group][half] = __ldg(codes[group] + chunk * (sketch.chunk_stride() / 4) +
+                                  half * 8 * (sketch.token_stride() / 4));
       }
     }
 #pragma unroll
@@ -108,15 +109,16 @@ __global__ __launch_bounds__(kScoreThreads, kBlocksPerProcessor) void sign_score
       if constexpr (kSlots) {
         place = place_of<true>(work, args.slot_block, base + group * kProductRows);
       }
-      codes[group] = reinterpret_cast<const std::uint32_t*>(
-                         place.block + args.sketch.chunk_offset(work.kv_head, 0, place.in_block)) +
-                     lane;
+      codes[group] =
+          reinterpret_cast<const std::uint32_t*>(
+              place.block + args.sketch.chunk_offset(work.kv_head, 0, place.in_block + lane / 4)) +
+          lane % 4;
     }
 
     for (int quad = 0; quad < quads; ++quad) {
       int counts[Shape::kRowGroups][Shape::kProducts][4] = {};
-      count_bits<kBits>(codes, chunks, columns + quad * chunks * Shape::kProducts * 32 + lane,
-                        counts);
+      count_bits<kBits>(args.sketch, codes, chunks,
+                        columns + quad * chunks * Shape::kProducts * 32 + lane, counts);
       const int head = quad * kHeadsPerProduct + lane % 4;
       const bool has_head = head < work.heads;
       const std::int64_t set = work.first_head + (has_head ? head : 0);

@@ -127,12 +127,13 @@ struct P10L60Code {
   }
 };
 
-/// `P10L60Code` from device memory, of which nothing is read twice.
+/// `P10L60Code` from device memory, of which nothing is read twice. Chunks of more than two are a
+/// block apart.
 __device__ __forceinline__ P10L60Code read_p10_l60(const uint4* chunks) {
   uint4 four[P10L60Code::kChunks];
 #pragma unroll
   for (int chunk = 0; chunk < P10L60Code::kChunks; ++chunk) {
-    four[chunk] = __ldcs(chunks + chunk * kChunkStride);
+    four[chunk] = __ldcs(chunks + chunk * hashing::kBlockTokens);
   }
   return P10L60Code(four, 1);
 }

@@ -213,30 +213,42 @@ __device__ Candidates list_candidates(const FilterArgs& args, const FusedWork& w
 }
 
 /// Starts to copy the sketches of listed tokens, those of `tiles` tiles from `base` on, to a unit.
-/// `wanted` says of which; the others have norms of 0. A whole warp.
-template <typename Wanted>
+/// `wanted` says of which; the others have norms of 0. Chunks that lie side by side are copied by
+/// neighbouring lanes, so that they are read as one. A whole warp.
+template <int kChunks, typename Wanted>
 __device__ void gather_unit(const FilterArgs& args, const FusedWork& work, const Candidates& found,
                             int base, int tiles, int chunks, std::byte* unit,
                             const Wanted& wanted) {
   const hashing::SketchGeometry& sketch = args.request.sketch;
+  const bool whole = UnitVectors<kChunks>(sketch, chunks).whole();
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const unsigned codes = transfer::cuda::shared_address(unit);
+  const unsigned to = transfer::cuda::shared_address(unit);
   auto* const norms = reinterpret_cast<std::uint32_t*>(unit + chunks * kFusedPiece);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int i = half * 32 + lane;
     std::uint32_t both = 0;
+    const std::byte* codes = nullptr;
     if (half < tiles && base + i < found.count && wanted(base + i)) {
       const int token = found.tokens[base + i];
       const std::byte* block = work.plan.blocks[token / hashing::kBlockTokens];
       const int in_block = token % hashing::kBlockTokens;
-      for (int chunk = 0; chunk < chunks; ++chunk) {
-        transfer::cuda::copy_async_16(
-            codes + static_cast<unsigned>((chunk * kFusedUnit + i) * hashing::kChunkBytes),
-            block + sketch.chunk_offset(work.kv_head, chunk, in_block), true);
-      }
+      codes = block + sketch.chunk_offset(work.kv_head, 0, in_block);
       both = __ldg(reinterpret_cast<const std::uint32_t*>(
           block + sketch.norms_offset(work.kv_head, in_block)));
+    }
+    for (int copy = 0; copy < chunks; ++copy) {
+      const int token = whole ? copy * 16 + lane / 2 : lane;
+      const int chunk = whole ? lane % 2 : copy;
+      const auto own = reinterpret_cast<unsigned long long>(codes);
+      const auto* from = reinterpret_cast<const std::byte*>(
+          kChunks == 1 ? own : __shfl_sync(kFullWarp, own, token));
+      if (from == nullptr) continue;
+      const int of_token = half * 32 + token;
+      const int place =
+          whole ? 2 * of_token + (chunk ^ of_token / 4 % 2) : chunk * kFusedUnit + of_token;
+      transfer::cuda::copy_async_16(to + static_cast<unsigned>(place * hashing::kChunkBytes),
+                                    from + chunk * sketch.chunk_stride(), true);
     }
     norms[i] = both;
   }
@@ -271,7 +283,8 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const ScoreParams& 
   const int warp = static_cast<int>(threadIdx.x) / 32;
   std::byte* const unit =
       reinterpret_cast<std::byte*>(&memory + 1) + warp * fused_unit_bytes(chunks);
-  UnitScorer<kQuads, kChunks, Kernel::kBits> scorer(params, queries, chunks, memory.norms[warp]);
+  UnitScorer<kQuads, kChunks, Kernel::kBits> scorer(args.request, params, queries, chunks,
+                                                    memory.norms[warp]);
   const FusedPriorities priorities(params, work.kv_head);
   float references[kQuads];
 #pragma unroll
@@ -299,7 +312,8 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const ScoreParams& 
   const int step = tiles * kFusedTile;
 #pragma unroll 1
   for (int base = warp * step; base < found.count; base += kFusedWarps * step) {
-    gather_unit(args, work, found, base, tiles, chunks, unit, [&](int i) { return !left(i); });
+    gather_unit<kChunks>(args, work, found, base, tiles, chunks, unit,
+                         [&](int i) { return !left(i); });
     transfer::cuda::copy_async_wait<0>();
     __syncwarp();  // the copies and norms of all lanes
     scorer.begin_unit(unit, 0, {0, kFusedUnit});

@@ -40,7 +40,8 @@ __global__ __launch_bounds__(kFusedThreads,
   auto* const norms = reinterpret_cast<FusedNorms*>(dynamic) + warp * kFusedUnit;
   std::byte* const unit =
       dynamic + kFusedWarps * kFusedUnit * sizeof(FusedNorms) + warp * fused_unit_bytes(chunks);
-  UnitScorer<kQuads, kChunks, kBits> scorer(args.request.params, queries, chunks, norms);
+  UnitScorer<kQuads, kChunks, kBits> scorer(args.request, args.request.params, queries, chunks,
+                                            norms);
   const Candidates selected{
       .keys = nullptr,
       .tokens = args.selection.ids + work.group_index * args.selection.capacity,
@@ -58,7 +59,8 @@ __global__ __launch_bounds__(kFusedThreads,
 #pragma unroll 1
   for (int base = (static_cast<int>(blockIdx.x) * kFusedWarps + warp) * kFusedUnit;
        base < selected.count; base += step) {
-    gather_unit(args, work, selected, base, kUnitTiles, chunks, unit, [](int) { return true; });
+    gather_unit<kChunks>(args, work, selected, base, kUnitTiles, chunks, unit,
+                         [](int) { return true; });
     transfer::cuda::copy_async_wait<0>();
     __syncwarp();  // the copies and norms of all lanes
     scorer.begin_unit(unit, base, {0, static_cast<unsigned>(selected.count)});

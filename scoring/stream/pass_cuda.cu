@@ -26,7 +26,9 @@ class StreamRing {
         chunks_(kChunks > 0 ? kChunks : chunks),
         warp_(static_cast<int>(threadIdx.x) / 32),
         memory_(memory + warp_ * fused_unit_bytes(chunks_)),
-        memory_to_(transfer::cuda::shared_address(memory_) + threadIdx.x % 32 * 16),
+        codes_to_(transfer::cuda::shared_address(memory_) + vectors().lane_to()),
+        norms_to_(transfer::cuda::shared_address(memory_) +
+                  static_cast<unsigned>(chunks_ * kCodeBytes) + threadIdx.x % 32 * 16),
         policy_(transfer::cuda::read_once_policy()),
         copies_norms_(static_cast<int>(threadIdx.x) % 32 * 16 < kNormBytes) {}
 
@@ -34,13 +36,13 @@ class StreamRing {
   /// issued after copies return after them.
   __device__ void find(const StreamWork& work) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    codes_ = sketch_.chunk_offset(work.kv_head, 0, 0) + lane * 16;
+    codes_ = sketch_.chunk_offset(work.kv_head, 0, 0) + vectors().lane_from();
     norms_ = sketch_.norms_offset(work.kv_head, 0) + lane * 16;
     references_ = work.warp_references(warp_);
     end_ = references_ + work.warp_units(warp_);
     const int first = work.unit(warp_, 0);
     const int in_block = first % kUnitsPerBlock;  // as of every unit of the warp
-    own_codes_ = codes_ + in_block * kCodeBytes;
+    own_codes_ = codes_ + in_block * vectors().unit_bytes();
     own_norms_ = norms_ + in_block * kNormBytes;
     // A lane has one of the units that give references.
     static_assert(StreamWork::kMostReferences <= 32 * kFusedWarps);
@@ -78,6 +80,7 @@ class StreamRing {
   }
 
  private:
+  [[nodiscard]] __device__ UnitVectors<kChunks> vectors() const { return {sketch_, chunks_}; }
   /// One group of copies per call, empty past the end, so that waiting can count groups.
   __device__ void fill_next() {
     if (next_ < references_) {
@@ -85,7 +88,8 @@ class StreamRing {
       const int unit = __shfl_sync(kFullWarp, reference_, next_);
       const auto* from = reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, block, next_));
       const unsigned in_block = static_cast<unsigned>(unit) % kUnitsPerBlock;
-      fill(from + codes_ + in_block * kCodeBytes, from + norms_ + in_block * kNormBytes, true);
+      fill(from + codes_ + in_block * static_cast<unsigned>(vectors().unit_bytes()),
+           from + norms_ + in_block * kNormBytes, true);
     } else {
       fill_own();
     }
@@ -103,16 +107,16 @@ class StreamRing {
   /// Copies a unit, of which a lane's first vector of the first chunk is at `codes`, if it is
   /// `wanted`.
   __device__ void fill(const std::byte* codes, const std::byte* norms, bool wanted) {
-    constexpr int kStrideBytes = hashing::kBlockTokens * hashing::kChunkBytes;
-    const unsigned to =
-        memory_to_ + static_cast<unsigned>(stage_ * kFusedWarps * fused_unit_bytes(chunks_));
+    const auto stage = static_cast<unsigned>(stage_ * kFusedWarps * fused_unit_bytes(chunks_));
+#pragma unroll(kChunks > 0 ? kChunks : 1)
     for (int chunk = 0; chunk < chunks_; ++chunk) {
 #pragma unroll
       for (int i = 0; i < kCodeBytes / 512; ++i) {
-        copy(to + chunk * kCodeBytes + i * 512, codes + chunk * kStrideBytes + i * 512, wanted);
+        copy(codes_to_ + stage + chunk * kCodeBytes + i * 512, codes + vectors().from(chunk, i),
+             wanted);
       }
     }
-    copy(to + chunks_ * kCodeBytes, norms, wanted && copies_norms_);
+    copy(norms_to_ + stage, norms, wanted && copies_norms_);
   }
   __device__ void copy(unsigned to, const std::byte* from, bool wanted) const {
     // nvcc 13.0 makes an illegal instruction of the policy where the number of chunks is not known.
@@ -131,7 +135,8 @@ class StreamRing {
   int chunks_;
   int warp_;
   std::byte* memory_;
-  unsigned memory_to_;  // of the lane's first vector
+  unsigned codes_to_;  // of the lane's first vector,
+  unsigned norms_to_;  // and that of its norms
   std::uint64_t policy_;
   bool copies_norms_;
   std::int64_t codes_ = 0;  // of the lane's first vector in a block
@@ -453,8 +458,8 @@ __device__ void prepare(const StreamBlock<kChunks>& block, const StreamWork& wor
       work.query_index, work.kv_head, [&] { ring.start(); }, block.queries);
   ring.start_last();
   between();
-  UnitScorer<kQuads, kChunks, kBits, true> scorer(block.args.request.params, block.queries,
-                                                  block.chunks(), block.norms);
+  UnitScorer<kQuads, kChunks, kBits, true> scorer(block.args.request, block.args.request.params,
+                                                  block.queries, block.chunks(), block.norms);
   find_references<kRecall>(block.args, work, ring, scorer, block.parts, block.queries);
 }
 
@@ -467,7 +472,7 @@ __device__ void score_work(const StreamBlock<kChunks>& block, const StreamWork& 
     args.filter.stream_groups[work.group_index].keep(block.queries, static_cast<int>(blockIdx.x),
                                                      work.last_block(static_cast<int>(blockIdx.x)));
   }
-  UnitScorer<kQuads, kChunks, kBits, true> scorer(args.request.params, block.queries,
+  UnitScorer<kQuads, kChunks, kBits, true> scorer(args.request, args.request.params, block.queries,
                                                   block.chunks(), block.norms);
   write_approximate_keys<kRecall>(args, work, block.ring, scorer, block.parts, block.bins,
                                   block.queries);

@@ -396,9 +396,10 @@ template <int kQuads, int kChunks, int kBits, bool kWhole = false>
 class UnitScorer {
  public:
   /// `norms`: room for the norms of a unit, of this warp.
-  __device__ UnitScorer(const ScoreParams& params, const StreamQueries& queries, int chunks,
-                        FusedNorms* norms)
-      : norms_(norms),
+  __device__ UnitScorer(const SelectRequest& request, const ScoreParams& params,
+                        const StreamQueries& queries, int chunks, FusedNorms* norms)
+      : whole_(UnitVectors<kChunks>(request.sketch, chunks).whole()),
+        norms_(norms),
         chunks_(kChunks > 0 ? kChunks : chunks),
         weight_(params.weighting == ValueWeighting::kLogit ? 1.0F : 0.0F) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -471,14 +472,14 @@ class UnitScorer {
   static constexpr bool kHoldsBits = kWhole && kQuads == 1 && kChunks > 0;
 
   __device__ void load_bits(int tile, TileBits<kChunks>& bits) const {
-    bits.load(transfer::cuda::shared_address(unit_) + tile * kFusedTile * hashing::kChunkBytes,
-              kFusedPiece);
+    bits.load(transfer::cuda::shared_address(unit_), kFusedPiece, tile, whole_);
   }
 
   /// Integers of up to 22 bits, added to it, are exact.
   static constexpr float kExact = 0x1.8p23F;
 
   const std::byte* unit_ = nullptr;
+  bool whole_;
   FusedNorms* norms_;
   int chunks_;
   float weight_;
@@ -509,10 +510,10 @@ __device__ float reduce_heads(const float (&values)[4], const Combine& combine) 
 }
 
 /// Bits of the weights that the kernels multiply, for so many chunks.
-[[nodiscard]] inline int stream_weight_bits(const ScoreParams& params) {
-  const int bits = params.weight_bits();
+[[nodiscard]] inline int stream_weight_bits(const SelectRequest& request) {
+  const int bits = request.params.weight_bits();
   if (bits <= 4) return 4;
-  return bits <= 6 && sign_chunks(params) == 2 ? 6 : 8;
+  return bits <= 6 && known_chunks(request) == 2 ? 6 : 8;
 }
 
 /// What the kernels are made for: quads of heads, chunks of planes (0: any), bits of a weight.
@@ -529,8 +530,8 @@ struct StreamKernel {
 template <typename Visit>
 auto visit_stream_shape(const SelectRequest& request, const Visit& visit) {
   const int quads = (request.kv.group + 3) / 4;
-  const int chunks = sign_chunks(request.params);
-  const int bits = stream_weight_bits(request.params);
+  const int chunks = known_chunks(request);
+  const int bits = stream_weight_bits(request);
   if (quads == 1) {
     if (bits == 4 && chunks == 1) return visit(StreamKernel<1, 1, 4>{});
     if (bits == 4 && chunks == 2) return visit(StreamKernel<1, 2, 4>{});
@@ -561,8 +562,8 @@ auto visit_phase_shape(const SelectRequest& request, const Visit& visit) {
 template <typename Visit>
 auto visit_recall_shape(const SelectRequest& request, const Visit& visit) {
   const bool wide = request.kv.group > 4;
-  const int bits = stream_weight_bits(request.params);
-  if (bits == 4 && sign_chunks(request.params) == 2) {
+  const int bits = stream_weight_bits(request);
+  if (bits == 4 && known_chunks(request) == 2) {
     return wide ? visit(StreamKernel<2, 2, 4>{}) : visit(StreamKernel<1, 2, 4>{});
   }
   if (bits == 6) return wide ? visit(StreamKernel<2, 2, 6>{}) : visit(StreamKernel<1, 2, 6>{});

@@ -480,6 +480,34 @@ TEST_P(SketchTest, BucketsCollideWithTheProbabilityOfTheirAngle) {
   }
 }
 
+TEST(SketchGeometry, HasTwoChunksOfATokenSideBySide) {
+  for (const int num_planes : {129, 200, 256}) {
+    const SketchGeometry geometry{3, num_planes};
+    for (const int head : {0, 2}) {
+      const std::int64_t of_head = std::int64_t{head} * kBlockTokens * 32;
+      EXPECT_EQ(geometry.chunk_offset(head, 0, 0), of_head) << num_planes;
+      EXPECT_EQ(geometry.chunk_offset(head, 1, 0), of_head + 16) << num_planes;
+      EXPECT_EQ(geometry.chunk_offset(head, 0, 7), of_head + 7 * 32) << num_planes;
+      EXPECT_EQ(geometry.chunk_offset(head, 1, 1023), of_head + 1023 * 32 + 16) << num_planes;
+    }
+  }
+}
+
+TEST(SketchGeometry, HasOtherNumbersOfChunksOneAfterAnother) {
+  for (const int num_planes : {1, 128, 257, 384, 512, 600, 1024}) {
+    const SketchGeometry geometry{3, num_planes};
+    for (const int head : {0, 2}) {
+      for (int chunk = 0; chunk < geometry.chunks(); ++chunk) {
+        const std::int64_t plane = std::int64_t{head} * geometry.chunks() + chunk;
+        for (const int token : {0, 1, 1023}) {
+          EXPECT_EQ(geometry.chunk_offset(head, chunk, token), (plane * kBlockTokens + token) * 16)
+              << num_planes << " planes, chunk " << chunk;
+        }
+      }
+    }
+  }
+}
+
 KVTIER_INSTANTIATE_BACKENDS(SketchTest);
 
 }  // namespace

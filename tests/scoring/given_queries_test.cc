@@ -108,17 +108,23 @@ class GivenQueriesTest : public SelectorTest {
 };
 KVTIER_INSTANTIATE_BACKENDS(GivenQueriesTest);
 
+// Planes that are read, and those of the sketch: of two chunks or more, all or the first.
 TEST_P(GivenQueriesTest, AreReadAndChosenForWithOrWithoutTables) {
-  const TokenSet long_set = random_tokens(3, 2, 5200, signs_);
-  const TokenSet short_set = random_tokens(4, 2, 260, signs_);
-  const TokenSet empty_set = random_tokens(5, 2, 100, signs_);  // recent tokens alone
-  for (const int group : {1, 3, 8}) {
-    for (const int num_planes : {64, 129, 256, 512}) {
+  for (const auto& [num_planes, carried] : std::vector<std::pair<int, int>>{
+           {64, 600}, {129, 600}, {256, 600}, {512, 600}, {128, 256}, {256, 256}}) {
+    const auto planes = make_planes(PlaneKind::kGaussian, carried, kHeadDim);
+    signs_.assign(static_cast<std::size_t>(carried), 1);
+    const TokenSet long_set = random_tokens(3, 2, 5200, signs_);
+    const TokenSet short_set = random_tokens(4, 2, 260, signs_);
+    const TokenSet empty_set = random_tokens(5, 2, 100, signs_);  // recent tokens alone
+    for (const int group : {1, 3, 8}) {
       for (const std::int64_t longest : kLongest) {
         for (const bool after_append : {false, true}) {
-          SCOPED_TRACE(::testing::Message() << "group " << group << ", " << num_planes
-                                            << " planes, up to " << longest << " tokens");
+          SCOPED_TRACE(::testing::Message()
+                       << "group " << group << ", " << num_planes << " planes of " << carried
+                       << ", up to " << longest << " tokens");
           Problem problem = make_problem({&long_set, &empty_set, &short_set}, 2, group);
+          problem.planes = planes.get();
           problem.config.num_planes = num_planes;
           problem.longest = longest;
 

@@ -164,9 +164,11 @@ TEST_P(SelectorOracleTest, AgreesForTableShapesThatStraddleWords) {
 }
 
 TEST_P(SelectorOracleTest, AgreesForAnyNumberOfNormAwarePlanes) {
-  const auto planes = make_planes(PlaneKind::kOrthogonal, 1024, kHeadDim);
-  const TokenSet set = random_tokens(6, 1, 1500, random_signs(4, 1024));
   for (const int num_planes : {64, 65, 127, 128, 129, 256, 600, 1024}) {
+    // Sketches of two chunks, and of more.
+    const int carried = num_planes == 128 || num_planes == 256 ? 256 : 1024;
+    const auto planes = make_planes(PlaneKind::kOrthogonal, carried, kHeadDim);
+    const TokenSet set = random_tokens(6, 1, 1500, random_signs(4, carried));
     for (const int query_bits : {0, 4, 8}) {
       Problem problem;
       problem.config = small_config({Estimator::kNormAware, ValueWeighting::kLogit, query_bits},
