@@ -5,8 +5,9 @@
 
 The pass over the sketches ranks tokens with *reference* normalisers, of a sample of the tokens (scoring/stream/stream_cuda.cuh). Exact
 normalisers exceed those of the sample by other factors in each head. The largest over the least of these factors bounds how far a key
-can be off, and all tokens within that bound of the k-th best are scored again. The second count is of a method that is not built: a key
-that also has the head with the largest share and one of four bounds of that share, which bound how far the token's own key can be off.
+can be off, and all tokens within that bound of the k-th best are scored again. Two more counts are of methods that are not built: keys
+that also have the head with the largest share and one of four bounds of that share, which bound how far the token's own key can be off;
+and references of the sample and the HEAVIEST tokens of the step before, by their combined scores.
 
 Traces are those of `python -m kvtier.record` and `kvtier-llama record`, with at most four query heads for each KV head. Logits are exact
 here, so that what sketches add is not in it. `--normal` adds a layer of 32 query heads over 8 KV heads whose keys, values and queries are
@@ -26,7 +27,8 @@ from safetensors import safe_open
 
 SINK = WINDOW = 64
 RUN = 64  # neighbours of a sample, as a unit of the pass
-STEPS = 3  # every third step
+STEPS = 3  # every third step, not the first, which has none before it
+HEAVIEST = 64
 GROUP = 4  # the most query heads of a KV head that SHARES fits
 LEVELS = (33, 100)
 SHARES = (1 / 4, 1 / 2, 7 / 8, 31 / 32)  # the largest of four heads has a fourth
@@ -38,12 +40,26 @@ def log_sum(values, dim):
     return torch.logsumexp(values / LOG2E, dim) * LOG2E
 
 
-def scored_again(keys, values, queries, scale, runs, uniforms):
-    """Octaves between the factors of the heads, and candidates per selected token by level, as the pass is and with the head in the key, of
-    each step. `keys` and `values` are [tokens, dim], of the eligible tokens, `queries` [heads, steps, dim]."""
+def references_with(heavy, logits, sample):
+    """References of the sample, whose tokens stand for all others, and `heavy` [steps, tokens]."""
+    count = logits.shape[2]
+    weights = torch.zeros(heavy.shape[0], count)
+    weights[:, sample] = (count - heavy.shape[1]) / len(sample)
+    weights.scatter_(1, heavy, 1.0)
+    return log_sum(logits + weights.log2(), 2)
+
+
+def scored_again(keys, values, queries, before, scale, runs, uniforms):
+    """Octaves between the factors of the heads, and candidates per selected token by level, as the pass is, with the head in the key and
+    with the heaviest tokens of the step before, of each step. `keys` and `values` are [tokens, dim], of the eligible tokens, `queries` and
+    those of the steps before [heads, steps, dim]."""
     count = keys.shape[0]
     value_norms = values.norm(dim=1).clamp_min(1e-6).log2()
-    logits = torch.einsum("hsd,td->hst", queries, keys) * (scale * LOG2E) + value_norms
+
+    def logits_of(some):
+        return torch.einsum("hsd,td->hst", some, keys) * (scale * LOG2E) + value_norms
+
+    logits = logits_of(queries)
     starts = (torch.arange(runs) * (count - RUN)) // max(runs - 1, 1)
     sample = (starts[:, None] + torch.arange(RUN)).flatten()
     references = log_sum(logits[:, :, sample], 2)
@@ -63,9 +79,16 @@ def scored_again(keys, values, queries, scale, runs, uniforms):
     def candidates(low, high, k):
         return (high >= (low.topk(k + 1, dim=1).values[:, -1:] - BIN)).sum(1).float() / k
 
-    now = {level: candidates(ranked + least, ranked + most, count // level) for level in LEVELS}
-    with_heads = {level: candidates(lowest, highest, count // level) for level in LEVELS}
-    return (most - least)[:, 0], now, with_heads
+    def by_level(low, high):
+        return {level: candidates(low, high, count // level) for level in LEVELS}
+
+    last = logits_of(before)
+    heavy = log_sum(last - log_sum(last, 2)[:, :, None], 0).topk(HEAVIEST, dim=1).indices
+    better = references_with(heavy, logits, sample)
+    factors = better - log_sum(logits, 2)
+    nearer = log_sum(logits - better[:, :, None], 0) - uniforms.log2()
+    with_heaviest = by_level(nearer + factors.amin(0)[:, None], nearer + factors.amax(0)[:, None])
+    return (most - least)[:, 0], by_level(ranked + least, ranked + most), by_level(lowest, highest), with_heaviest
 
 
 def layers(path, runs):
@@ -82,10 +105,11 @@ def layers(path, runs):
             if group > GROUP:
                 raise SystemExit(f"error: {path}: expected at most {GROUP} query heads for each KV head, found {group}")
             for head in range(keys.shape[0]):
-                of_head = queries[head * group:(head + 1) * group, ::STEPS]
+                of_head = queries[head * group:(head + 1) * group]
+                steps, before = of_head[:, STEPS::STEPS], of_head[:, STEPS - 1:-1:STEPS]
                 eligible = slice(SINK, context - WINDOW)
                 uniforms = 1 - torch.rand(context - SINK - WINDOW, generator=generator)
-                yield scored_again(keys[head, eligible], values[head, eligible], of_head, scale, runs, uniforms)
+                yield scored_again(keys[head, eligible], values[head, eligible], steps, before, scale, runs, uniforms)
 
 
 def normal_layer(tokens, runs):
@@ -94,8 +118,8 @@ def normal_layer(tokens, runs):
     dim = 128
     for _ in range(8):
         keys, values = torch.randn(2, tokens, dim, generator=generator)
-        queries = torch.randn(GROUP, 12, dim, generator=generator)
-        yield scored_again(keys, values, queries, dim**-0.5, runs, 1 - torch.rand(tokens, generator=generator))
+        queries, before = torch.randn(2, GROUP, 12, dim, generator=generator)
+        yield scored_again(keys, values, queries, before, dim**-0.5, runs, 1 - torch.rand(tokens, generator=generator))
 
 
 def summary(numbers):
@@ -120,11 +144,12 @@ def main():
         sources["normal"] = normal_layer(options.normal, runs)
     rows = []
     for name, source in sources.items():
-        spreads, now, with_heads = zip(*source)
+        spreads, now, with_heads, with_heaviest = zip(*source)
         row = {"trace": name, "sample": options.sample, "spread_octaves": summary(torch.cat(spreads))}
         for level in LEVELS:
             row[f"candidates_per_k_{level}x"] = summary(torch.cat([of_head[level] for of_head in now]))
             row[f"candidates_per_k_{level}x_with_heads"] = summary(torch.cat([of_head[level] for of_head in with_heads]))
+            row[f"candidates_per_k_{level}x_with_heaviest"] = summary(torch.cat([of_head[level] for of_head in with_heaviest]))
         rows.append(row)
         print(json.dumps(row))
     if options.json:
