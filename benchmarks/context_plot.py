@@ -14,6 +14,7 @@ import pathlib
 import sys
 
 from figures import context, load, number, table
+from whole_file import write_whole
 
 COLORS = ("#444444", "#d1660a", "#1f6fb4", "#1b8a4b", "#8a4bb8", "#b83a5a", "#6b6b00", "#007a7a")
 OF_TRANSFORMERS = {"offloaded": "transformers, OffloadedCache"}
@@ -163,7 +164,7 @@ def main():
     lines, ends = lines_of(options.runs)
     print(as_table(lines, ends))
     if options.out:
-        options.out.write_text(plot(lines, ends), encoding="utf-8")
+        write_whole(options.out, plot(lines, ends))
 
 
 if __name__ == "__main__":

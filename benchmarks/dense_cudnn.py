@@ -19,6 +19,8 @@ import sys
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from whole_file import write_whole
+
 HEAD_DIM = 128
 ROTATED_BYTES = 1 << 30
 DEFAULT_SHAPES = ["16384", "32768", "65536", "131072", "262144", "524288", "1048576", "131072x8", "131072:32/32",
@@ -105,9 +107,7 @@ def main():
               "library": f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}", "rows": rows}
     print(json.dumps(result, indent=1))
     if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
-            file.write("\n")
+        write_whole(arguments.json, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from statistics import median
 
 from figures import K, M, ROOT, context, fraction, load, newest, number, percent, table, times
 from host_figures import oversubscription, oversubscription_block, service, service_block, tiers, tiers_block
+from whole_file import write_whole
 
 NARROW = ("int8", "fp8")  # rows in pages of 8 bits; the latter until 2026-11-26
 SHAPE = {"batch": 1, "query_heads": 32, "kv_heads": 8}
@@ -560,7 +561,7 @@ def main():
     files = {ROOT / "docs" / "performance.md": document(run), ROOT / "docs" / "performance.svg": plot(run)}
     for path, text in files.items():
         if not arguments.check:
-            path.write_text(text, encoding="utf-8")
+            write_whole(path, text)
         elif not path.exists() or path.read_text(encoding="utf-8") != text:
             sys.exit(f"performance.py: {path.relative_to(ROOT)}: expected what benchmarks/results says, found "
                      "something else; run benchmarks/performance.py")

@@ -10,7 +10,12 @@ import argparse
 import json
 import math
 import operator
+import pathlib
 import struct
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
+from whole_file import write_whole  # noqa: E402
 
 
 def read_trace(path):
@@ -37,10 +42,8 @@ def write_trace(path, tensors, metadata):
         offset += 2 * len(bits)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for _, bits in tensors.values():
-            file.write(struct.pack(f"<{len(bits)}H", *bits))
+    values = b"".join(struct.pack(f"<{len(bits)}H", *bits) for _, bits in tensors.values())
+    write_whole(path, struct.pack("<Q", len(text)) + text + values)
 
 
 def to_float(bits):

@@ -25,6 +25,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "python"))
 
+from kvtier.model_options import whole_file  # noqa: E402
 from server import Server  # noqa: E402
 
 PACE = 0.01
@@ -121,7 +122,8 @@ def main() -> None:
     }
     print(json.dumps(figures, indent=2))
     if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+        with whole_file(arguments.json) as part:
+            part.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 import kvtier
 import kvtier.hf
 from kvtier.hf.shape import memory_config, model_config, text_config
+from kvtier.model_options import whole_file
 
 # Of the published configurations.
 SHAPES: dict[str, Any] = {
@@ -338,7 +339,8 @@ class Bench:
             "kvtier": kvtier.__version__,
             "rows": self.rows,
         }
-        self.arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        with whole_file(self.arguments.out) as part:
+            part.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kvtier
 import kvtier.hf
+from kvtier.model_options import whole_file
 
 CASE, CONTEXT = "needles.3584", 3584
 NEEDLE = re.compile(r"(Please remember this one special number: \w+) (\d+)")
@@ -132,7 +133,8 @@ def main() -> None:
         **{name: version(name) for name in ("kvpress", "torch", "transformers", "kvtier")},
         "rows": results,
     }
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    with whole_file(options.out) as part:
+        part.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

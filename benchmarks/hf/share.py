@@ -41,6 +41,7 @@ import kvtier
 import kvtier.hf
 from kvtier.hf.attention import kvtier_attention
 from kvtier.hf.shape import memory_config, model_config
+from kvtier.model_options import whole_file
 
 CACHES = ("device", "host", "device-graph", "host-graph")
 FILL_TOKENS = 8192
@@ -248,7 +249,8 @@ class Share:
             "transformers": transformers.__version__,
             "rows": rows,
         }
-        self.own.out.write_text(json.dumps(report, indent=1) + "\n")
+        with whole_file(self.own.out) as part:
+            part.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main() -> None:

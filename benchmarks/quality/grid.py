@@ -20,6 +20,9 @@ import subprocess
 import sys
 import time
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from whole_file import write_whole  # noqa: E402
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SPARSITIES = (5, 10, 20, 50, 100, 200)
 CASES = {"n8192.d100": 4, "n32768.d100": 1}  # and sequences
@@ -174,7 +177,7 @@ def main():
         reports = {"needle-llama": {"cases": list(reports.values())}}
     for name, report in reports.items():
         path = options.out / f"{datetime.date.today()}-cpu-{'cases' if options.others else 'answers'}-{name}.json"
-        path.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+        write_whole(path, json.dumps(report, indent=1, sort_keys=True) + "\n")
         print(f"wrote {path}")
 
 

@@ -1,4 +1,8 @@
-"""Plots of docs/quality.md, by matplotlib; report.py calls them."""
+"""Plots of docs/quality.md, by matplotlib; report.py and real_model.py call them, from where whole_file.py is found."""
+
+import io
+
+from whole_file import write_whole
 
 
 def title(row):
@@ -54,8 +58,9 @@ def draw_lines(pyplot, axes, found, metric, label):
 def save(pyplot, figure, path):
     figure.tight_layout(rect=(0, 0.13, 1, 1))
     path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    path.write_text("".join(f"{line.rstrip()}\n" for line in path.read_text().splitlines()))
+    svg = io.BytesIO()
+    figure.savefig(svg, format="svg", metadata={"Date": None})
+    write_whole(path, "".join(f"{line.rstrip()}\n" for line in svg.getvalue().decode().splitlines()))
     pyplot.close(figure)
 
 

@@ -10,11 +10,15 @@ import argparse
 import datetime
 import json
 import os
+import pathlib
 import platform
 import struct
 import sys
 
 import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from whole_file import write_whole  # noqa: E402
 
 STEPS = {1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.3352}  # of the quantiser, by bits
 BITS = 256
@@ -302,8 +306,7 @@ def main():
               "hardware": f"{os.cpu_count()} cores, {platform.machine()}", "numpy": np.__version__, "rows": found}
     lines = ",\n".join(json.dumps(row) for row in report.pop("rows"))
     head = json.dumps(report, indent=1).removesuffix("\n}")
-    with open(arguments.json, "w", encoding="utf-8") as file:
-        file.write(f'{head},\n "rows": [\n{lines}\n]}}\n')
+    write_whole(arguments.json, f'{head},\n "rows": [\n{lines}\n]}}\n')
     for row in found:
         print(f"{row['what']:15} {row['sets']:15} {row['method']:42} {row['k']:5} {row['mean']:.4f}")
 

@@ -12,6 +12,9 @@ import statistics
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from whole_file import write_whole  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "method.md"
@@ -355,7 +358,7 @@ def main():
         if new != old:
             sys.exit("docs/method.md: expected the tables of benchmarks/results; run benchmarks/quality/real_model.py")
         return
-    DOCUMENT.write_text(new)
+    write_whole(DOCUMENT, new)
     draw_rows(rows)
     draw_bits()
 

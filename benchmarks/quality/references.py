@@ -25,6 +25,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from whole_file import write_whole  # noqa: E402
+
 SINK = WINDOW = 64
 RUN = 64  # neighbours of a sample, as a unit of the pass
 STEPS = 3  # every third step, not the first, which has none before it
@@ -156,7 +159,7 @@ def main():
         report = {"command": " ".join(["benchmarks/quality/references.py", *sys.argv[1:]]),
                   "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
                   "hardware": f"{os.cpu_count()} cores, {platform.machine()}", "torch": torch.__version__, "rows": rows}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_whole(options.json, json.dumps(report, indent=1) + "\n")
     return 0
 
 

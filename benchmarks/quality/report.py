@@ -15,8 +15,10 @@ import pathlib
 import statistics
 import sys
 
-from pairs import paired, sign_test, signed
-from plots import OURS, closest, draw_answers, draw_masses, draw_ranking, draw_rules, drawn_by, methods_of, selectors, title
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from pairs import paired, sign_test, signed  # noqa: E402
+from plots import OURS, closest, draw_answers, draw_masses, draw_ranking, draw_rules, drawn_by, methods_of, selectors, title  # noqa: E402
+from whole_file import write_whole  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "quality.md"
@@ -564,7 +566,7 @@ def main():
     text = "".join(parts)
     for path, wanted in ((DOCUMENT, text), (SCRIPT, script)):
         if not check:
-            path.write_text(wanted)
+            write_whole(path, wanted)
         elif not path.exists() or path.read_text() != wanted:
             sys.exit(f"{path.relative_to(ROOT)}: expected what benchmarks/results says, found something else; run "
                      "benchmarks/quality/report.py")

@@ -15,6 +15,7 @@ floats with a factor in e4m3 for 16 elements.
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 
 import torch
@@ -22,6 +23,9 @@ from safetensors import safe_open
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from whole_file import write_whole  # noqa: E402
 
 LEAST = 2.0**-100
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -132,7 +136,7 @@ def main():
                                "perplexity_over_bf16": math.exp(loss - base)})
                 print(json.dumps(report[-1]), flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"rows": report}, indent=1) + "\n")
+        write_whole(options.json, json.dumps({"rows": report}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
