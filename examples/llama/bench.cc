@@ -190,6 +190,9 @@ void check(const BenchOptions& options) {
     throw Error(ErrorCode::kInvalidArgument, "--context: expected numbers of tokens, found none");
   }
   check_writable(options.json, "--json");
+  if (options.stages && options.json.empty()) {
+    throw Error(ErrorCode::kInvalidArgument, "--stages: expected --json with it, found none");
+  }
 }
 
 /// Throws for what only a GPU measures.
@@ -212,6 +215,16 @@ void check_cpu(const BenchShape& shape, const BenchOptions& options) {
           numbers(options.row_cache_rows));
   require(options.top_ks.empty(), "--k: expected none (--sparsity)", numbers(options.top_ks));
   require(!options.stages, "--stages: expected no stages", "stages");
+  const BenchOptions usual;
+  require(options.placements == usual.placements ||
+              options.placements == std::vector{KvPlacement::kHost},
+          "--placement: expected host", "device");
+  require(options.host_allocation == usual.host_allocation, "--host-allocation: expected auto",
+          options.host_allocation == HostAllocation::kManaged ? "managed" : "registered");
+  require(options.locality == usual.locality || options.locality == "none",
+          "--locality: expected none", options.locality);
+  require(options.cuda_libs.empty(), "--cuda-libs: expected no folder",
+          options.cuda_libs.empty() ? "" : options.cuda_libs.front());
 }
 
 std::string show_gigabytes(std::size_t bytes) {
@@ -323,6 +336,11 @@ void run_bench(std::ostream& out, const BenchOptions& options) {
   const bool gpu =
       options.backend == Backend::kCuda || (options.backend == Backend::kAuto && has_gpu_bench());
   if (!gpu) check_cpu(shape, options);
+  if (gpu && options.threads != 0) {
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        "--threads: expected none with --backend cuda, found " + std::to_string(options.threads));
+  }
   const std::vector<BenchRow> rows =
       gpu ? bench_on_gpu(shape, options, sparse) : bench_on_cpu(shape.model, options, sparse);
   print(out, options, shape.model, gpu, rows);

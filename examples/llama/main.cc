@@ -76,8 +76,8 @@ void add_kv(CLI::App& app, Arguments& a) {
   CLI::Option* kv =
       app.add_option("--kv", a.eval.runtime.kv,
                      "Server that keeps the KV, selects and attends: unix:PATH of kvtier serve");
-  for (const char* own :
-       {"--host-mib", "--host-budget", "--device-mib", "--disk-cache", "--memcached", "--redis"}) {
+  for (const char* own : {"--backend", "--host-mib", "--host-budget", "--device-mib",
+                          "--disk-cache", "--memcached", "--redis"}) {
     kv->excludes(app.get_option(own));
   }
 }
@@ -90,12 +90,14 @@ void add_retrieval(CLI::App& app, RetrievalOptions& retrieval) {
                  "none")
       ->delimiter(',')
       ->capture_default_str();
-  app.add_option("--coarse-bits", retrieval.coarse_bits,
-                 "Of priority over a scalar code: bits of a coordinate that are read of every "
-                 "token; 0: all")
-      ->capture_default_str();
+  CLI::Option* coarse_bits =
+      app.add_option("--coarse-bits", retrieval.coarse_bits,
+                     "Of priority over a scalar code: bits of a coordinate that are read of every "
+                     "token; 0: all")
+          ->capture_default_str();
   add_tokens(app, "--candidates", retrieval.candidates,
              "With --coarse-bits: tokens over k whose whole code is read", 0)
+      ->needs(coarse_bits)
       ->capture_default_str();
   app.add_option("--planes-per-table", shared.planes_per_table, "P of the collision estimators")
       ->capture_default_str();

@@ -178,12 +178,14 @@ void add_priority(CLI::App& app, Options& options) {
                  "Of priority: the standard error of the softmax denominator that is aimed at; 0: "
                  "none")
       ->capture_default_str();
-  app.add_option("--coarse-bits", options.coarse_bits,
-                 "Of priority over a scalar code: bits of a coordinate that are read of every "
-                 "token; 0: all")
-      ->capture_default_str();
+  CLI::Option* coarse_bits =
+      app.add_option("--coarse-bits", options.coarse_bits,
+                     "Of priority over a scalar code: bits of a coordinate that are read of every "
+                     "token; 0: all")
+          ->capture_default_str();
   app.add_option("--candidates", options.candidates,
                  "With --coarse-bits: tokens over k whose whole code is read")
+      ->needs(coarse_bits)
       ->capture_default_str();
 }
 

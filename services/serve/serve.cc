@@ -94,6 +94,14 @@ bool has_no_data_plane(const ServeCommand& command) {
   return command.data_listen.size() == 1 && command.data_listen[0] == "none";
 }
 
+/// Whether the data plane has a Unix socket; the default address is one.
+bool has_unix_data_plane(const ServeCommand& command) {
+  const auto& places = command.data_listen.empty() ? command.listen : command.data_listen;
+  return places.empty() || std::ranges::any_of(places, [](const std::string& text) {
+           return text.starts_with("unix:");
+         });
+}
+
 /// Refuses what does nothing without another option. CLI11's `needs` would look before the file is
 /// read.
 void check_needs(const CLI::App& app, const ServeCommand& command) {
@@ -110,7 +118,8 @@ void check_needs(const CLI::App& app, const ServeCommand& command) {
   need("--page-memory-mib", command.page_arena_mib != 0 || command.page_memory_mib == 0,
        "--page-arena-mib above 0");
   need("--remote-key-file", !command.page_remote || !command.disk_cache.empty(), "--disk-cache");
-  need("--max-device-regions", !has_no_data_plane(command), "--data-listen");
+  need("--max-device-regions", command.max_device_regions == 0 || has_unix_data_plane(command),
+       "unix:PATH in --data-listen");
   if (command.insecure_tcp && !command.tls_certificate.empty()) {
     throw CLI::ExcludesError("--insecure-tcp", "--tls-cert");
   }
@@ -120,13 +129,15 @@ std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
 }
 
-bool wants_worker(const ServeCommand& command) {
+/// Whether the build can use a GPU.
 #if defined(KVTIER_WITH_CUDA)
-  constexpr bool kMayHaveGpu = true;
+constexpr bool kHasCuda = true;
 #else
-  constexpr bool kMayHaveGpu = false;
+constexpr bool kHasCuda = false;
 #endif
-  return command.worker.value_or(kMayHaveGpu && command.backend != Backend::kCpu);
+
+bool wants_worker(const ServeCommand& command) {
+  return command.worker.value_or(kHasCuda && command.backend != Backend::kCpu);
 }
 
 /// Every connection is a descriptor, and the usual limit is low.
@@ -153,12 +164,10 @@ std::vector<Endpoint> data_endpoints(const ServeCommand& command,
 
 /// Throws for options that are fine each and would do nothing, or fail at the first session.
 void check_together(const ServeCommand& command) {
-#if !defined(KVTIER_WITH_CUDA)
-  if (command.backend == Backend::kCuda) {
+  if (!kHasCuda && command.backend == Backend::kCuda) {
     throw Error(ErrorCode::kFailedPrecondition,
                 "backend: expected a build with CUDA for cuda, found one without");
   }
-#endif
   if (command.memory.prefetch_rows &&
       (command.row_cache_mib == 0 || command.memory.row_cache_rows == 0)) {
     throw_invalid("prefetch-rows", "row-cache-mib and row-cache-rows above 0", 0);
@@ -166,6 +175,10 @@ void check_together(const ServeCommand& command) {
   // An engine reads it when it is made, with the first session, and on a GPU only.
   if (const std::string& file = command.memory.calibration_file; !file.empty()) {
     (void)read_calibration(file);
+    if (!kHasCuda || command.backend == Backend::kCpu) {
+      throw_invalid("calibration",
+                    kHasCuda ? "none with backend cpu" : "none in a build without CUDA", file);
+    }
   }
   if (command.page_arena_mib % 4 != 0) {
     throw_invalid("page-arena-mib", "a multiple of 4", command.page_arena_mib);

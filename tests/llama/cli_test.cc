@@ -169,7 +169,7 @@ TEST_F(CliTest, TimesAModelWithRandomWeights) {
 
 TEST_F(CliTest, TimesSparseTokensAlone) {
   ASSERT_EQ(run("bench --shape needle-llama --random-weights --layers 1 --context 2048 --steps 3 "
-                "--backend cpu --kv-dtype int8 --no-dense"),
+                "--backend cpu --kv-dtype int8 --no-dense --placement host --locality none"),
             0)
       << err();
 
@@ -199,6 +199,18 @@ TEST_F(CliTest, RefusesABenchBeforeItMeasures) {
        "INVALID_ARGUMENT: --row-cache-rows: expected none with --backend cpu, found 4096"},
       {"--random-weights --backend cpu --k 64",
        "INVALID_ARGUMENT: --k: expected none (--sparsity) with --backend cpu, found 64"},
+      {"--random-weights --backend cpu --placement device",
+       "INVALID_ARGUMENT: --placement: expected host with --backend cpu, found device"},
+      {"--random-weights --backend cpu --host-allocation managed",
+       "INVALID_ARGUMENT: --host-allocation: expected auto with --backend cpu, found managed"},
+      {"--random-weights --backend cpu --locality needle-llama",
+       "INVALID_ARGUMENT: --locality: expected none with --backend cpu, found needle-llama"},
+      {"--random-weights --backend cpu --cuda-libs /opt",
+       "INVALID_ARGUMENT: --cuda-libs: expected no folder with --backend cpu, found /opt"},
+      {"--random-weights --backend cuda --threads 2",
+       "INVALID_ARGUMENT: --threads: expected none with --backend cuda, found 2"},
+      {"--random-weights --backend cuda --stages",
+       "INVALID_ARGUMENT: --stages: expected --json with it, found none"},
       {"--random-weights --backend cpu --shape gpt-oss-20b",
        "INVALID_ARGUMENT: --shape: expected one without experts and sliding windows with "
        "--backend cpu, found gpt-oss-20b"},
@@ -249,6 +261,8 @@ TEST_F(CliTest, ExplainsUsageErrors) {
       {generate + "--sink 16G", "--sink: expected 0 to 16777216, found 17179869184"},
       {generate + "--kv unix:/x --disk-cache /d", "expected --disk-cache or --kv, found both"},
       {generate + "--kv unix:/x --host-mib 64", "expected --host-mib or --kv, found both"},
+      {generate + "--kv unix:/x --backend cpu", "expected --backend or --kv, found both"},
+      {generate + "--candidates 4", "expected --coarse-bits with --candidates, found none"},
       {generate + "--threads -1", "--threads: expected a number of at least 0, found -1"},
       {generate + "--threads two", "--threads: expected a number of at least 0, found two"}};
   for (const auto& [arguments, message] : cases) {

@@ -127,10 +127,10 @@ TEST_P(KvTest, GeneratesTheSameTokensInAProcessOfItsOwn) {
                                            "--sparsity",
                                            "10",
                                            "--estimator",
-                                           "norm_aware",
-                                           "--backend",
-                                           backend_};
-  const std::string expected = run_llama(arguments);
+                                           "norm_aware"};
+  std::vector<std::string> embedded = arguments;
+  embedded.insert(embedded.end(), {"--backend", backend_});
+  const std::string expected = run_llama(embedded);
   ASSERT_EQ(code_, 0) << folder_.read("err");
   std::vector<std::string> with_server = arguments;
   with_server.insert(with_server.end(), {"--kv", address_});
@@ -142,14 +142,15 @@ TEST_P(KvTest, GeneratesTheSameTokensInAProcessOfItsOwn) {
 }
 
 TEST_P(KvTest, EvaluatesOverAServer) {
-  const std::vector<std::string> common{
-      "eval",       "--model", model_,        "--tasks",    tasks_,      "--cases", "n4096.d100",
-      "--sparsity", "0,33",    "--estimator", "norm_aware", "--backend", backend_,  "--json"};
+  const std::vector<std::string> common{"eval", "--model",     model_,       "--tasks",
+                                        tasks_, "--cases",     "n4096.d100", "--sparsity",
+                                        "0,33", "--estimator", "norm_aware", "--json"};
   std::vector<nlohmann::json> cases;
   for (const bool remote : {false, true}) {
     std::vector<std::string> arguments = common;
     arguments.push_back((folder_.path() / "out.json").string());
-    if (remote) arguments.insert(arguments.end(), {"--kv", address_});
+    arguments.push_back(remote ? "--kv" : "--backend");
+    arguments.push_back(remote ? address_ : backend_);
     (void)run_llama(arguments);
     ASSERT_EQ(code_, 0) << folder_.read("err");
     cases.push_back(nlohmann::json::parse(folder_.read("out.json"))["cases"]);

@@ -85,12 +85,14 @@ void add_stress(CLI::App& program, StressCommand& command) {
       "--row-cache-rows", options.row_cache_rows,
       "Fetched rows kept on the device per KV head, layer and sequence; 0: none (default: "
       "four times k on a GPU)");
-  app.add_option("--overlap", options.step_overlap,
-                 "Share of the best tokens at N/33 that successive steps have in common (default: "
-                 "that of --drift)");
+  CLI::Option* overlap = app.add_option(
+      "--overlap", options.step_overlap,
+      "Share of the best tokens at N/33 that successive steps have in common (default: that of "
+      "--drift)");
   add_named(app, "--drift", kDriftNames, options.drift,
             "Model whose queries set how much successive steps have in common: smollm2 over text, "
-            "or needle-llama (default smollm2)");
+            "or needle-llama (default smollm2)")
+      ->excludes(overlap);
   app.add_flag("--compare-dense", options.compare_dense,
                "Measure dense attention over one layer's KV on the device as well");
   app.add_option("--json", command.json, "Write the report to this file; -: standard output");

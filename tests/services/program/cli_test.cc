@@ -116,6 +116,10 @@ TEST_F(CliTest, RejectsCommandLinesItDoesNotUnderstand) {
       {{"replay", trace, "--tau", "warm"}, "error: --tau: expected a number, found warm\n"},
       {{"replay", trace, "--k", "3.5"}, "3.5"},
       {{"replay", trace, "--k", "8", "--sparsity", "3"}, "found both"},
+      {{"replay", trace, "--candidates", "4"},
+       "error: expected --coarse-bits with --candidates, found none\n"},
+      {{"stress", "--drift", "smollm2", "--overlap", "0.8"},
+       "error: expected --overlap or --drift, found both\n"},
       {{"top", "--json", "--interval", "1"}, "error: expected --interval or --json, found both\n"},
       {{"--log-level", "all", "replay", trace},
        "error: --log-level: expected one of debug, info, warning, error, off, found all\n"}};

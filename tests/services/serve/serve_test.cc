@@ -228,6 +228,10 @@ TEST_F(ServeTest, FlagGoesBeforeEnvironmentBeforeFile) {
 
 TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
   const std::string tenants = write("tenants.json", "{\"tenants\": [{\"name\": \"../x\"}]}");
+  const std::string calibration =
+      write("measured",
+            "kvtier calibration 1\ndevice: a GPU\nregion_bytes: 8589934592\n"
+            "host_allocation: registered\nmeasured: registered 0.1 1 2 3\n");
   struct Case {
     std::vector<std::string> arguments;
     int code;
@@ -300,7 +304,11 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
               "error: expected --insecure-tcp or --tls-cert, found both"},
              {{"--data-listen", "none", "--max-device-regions", "4"},
               2,
-              "expected --data-listen with --max-device-regions, found none"},
+              "expected unix:PATH in --data-listen with --max-device-regions, found none"},
+             {{"--listen", "tcp:127.0.0.1:0", "--insecure-tcp", "--max-device-regions", "4"},
+              2,
+              "expected unix:PATH in --data-listen with --max-device-regions, found none"},
+             {{"--backend", "cpu", "--calibration", calibration}, 1, "calibration: expected none "},
              {{"--page-arena-mib", "10"}, 1, "page-arena-mib: expected a multiple of 4, found 10"},
              {{"--page-arena-mib", "16384"},
               1,
