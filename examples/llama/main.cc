@@ -54,7 +54,7 @@ void add_runtime(CLI::App& app, Arguments& a) {
   app.add_option("--threads", runtime.threads, "Threads of the decoder's own arithmetic; 0: all")
       ->check(at_least(0));
   app.add_option("--host-mib", runtime.host_mib, "Page pool, MiB; 0: what the session needs")
-      ->check(at_least(0));
+      ->check(between(0, 1 << 24));
   app.add_option("--host-budget", runtime.host_budget,
                  "Share of these pages that memory holds, such as 50%; the others: --disk-cache");
   app.add_option("--disk-cache", runtime.disk_cache,
@@ -69,7 +69,7 @@ void add_runtime(CLI::App& app, Arguments& a) {
                  "HOST:PORT or unix:PATH of a Redis server that does");
   app.add_option("--device-mib", runtime.device_mib,
                  "Sketches and workspaces, MiB; 0: what the session needs")
-      ->check(at_least(0));
+      ->check(between(0, 1 << 24));
 }
 
 void add_kv(CLI::App& app, Arguments& a) {

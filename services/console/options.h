@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cerrno>
 #include <cstdint>
 #include <sstream>
 #include <string>
@@ -14,6 +15,14 @@
 /// expected.
 namespace kvtier::services {
 
+/// Reads a number; false for text that is none, and for a whole number of more than 64 bits, with
+/// errno ERANGE.
+template <typename Number>
+[[nodiscard]] bool read_number(const std::string& text, Number& value) {
+  errno = 0;
+  return CLI::detail::lexical_cast(text, value) && (!std::is_integral_v<Number> || errno != ERANGE);
+}
+
 /// Takes a number within bounds; refuses NaN, which no comparison finds outside.
 template <typename Number>
 [[nodiscard]] CLI::Validator between(Number lowest, Number highest) {
@@ -22,8 +31,7 @@ template <typename Number>
   return CLI::Validator(
       [lowest, highest, expected = "expected " + bounds.str()](std::string& text) {
         Number value{};
-        const bool within =
-            CLI::detail::lexical_cast(text, value) && lowest <= value && value <= highest;
+        const bool within = read_number(text, value) && lowest <= value && value <= highest;
         return within ? std::string() : expected + ", found " + text;
       },
       bounds.str());
@@ -35,7 +43,7 @@ template <typename Number>
   return CLI::Validator(
       [lowest](std::string& text) {
         Number value{};
-        const bool good = CLI::detail::lexical_cast(text, value) && lowest <= value;
+        const bool good = read_number(text, value) && lowest <= value;
         return good ? std::string()
                     : "expected a number of at least " + std::to_string(lowest) + ", found " + text;
       },
@@ -59,8 +67,9 @@ template <typename Number>
       [expected](std::string& text) {
         Number value{};
         const bool wraps = std::is_unsigned_v<Number> && text.starts_with('-');
-        const bool good = !wraps && CLI::detail::lexical_cast(text, value);
-        return good ? std::string() : "expected " + expected + ", found " + text;
+        if (!wraps && read_number(text, value)) return std::string();
+        const char* const bits = !wraps && errno == ERANGE ? " of 64 bits" : "";
+        return "expected " + expected + bits + ", found " + text;
       },
       "");
 }
@@ -75,8 +84,8 @@ CLI::Option* add_size(CLI::App& app, const std::string& flag, Number& to,
             std::string size = text;
             std::int64_t number = -1;
             try {
-              const bool good = CLI::AsSizeValue(false)(size).empty() &&
-                                CLI::detail::lexical_cast(size, number) && number >= 0;
+              const bool good =
+                  CLI::AsSizeValue(false)(size).empty() && read_number(size, number) && number >= 0;
               if (!good) number = -1;
             } catch (const CLI::ValidationError&) {
               number = -1;

@@ -263,6 +263,9 @@ TEST_F(CliTest, ExplainsUsageErrors) {
       {generate + "--kv unix:/x --host-mib 64", "expected --host-mib or --kv, found both"},
       {generate + "--kv unix:/x --backend cpu", "expected --backend or --kv, found both"},
       {generate + "--candidates 4", "expected --coarse-bits with --candidates, found none"},
+      {generate + "--host-mib 17592186044416",
+       "--host-mib: expected 0 to 16777216, found 17592186044416"},
+      {generate + "--device-mib -1", "--device-mib: expected 0 to 16777216, found -1"},
       {generate + "--threads -1", "--threads: expected a number of at least 0, found -1"},
       {generate + "--threads two", "--threads: expected a number of at least 0, found two"}};
   for (const auto& [arguments, message] : cases) {
