@@ -17,11 +17,25 @@ namespace {
   throw Error(ErrorCode::kUnavailable, path.string() + ": cannot be written: " + reason);
 }
 
+/// Returns why nothing may take the place of what is at `path`; empty: it may.
+std::string reason_against(const std::filesystem::path& path) {
+  std::error_code ignored;
+  const std::filesystem::file_status status = std::filesystem::status(path, ignored);
+  if (std::filesystem::is_directory(status)) return "is a directory";
+  const bool there = std::filesystem::exists(status);
+  // The file that /dev/stdout leads to may be a regular one; the link is not to go.
+  const bool to_process =
+      std::filesystem::read_symlink(path, ignored).string().starts_with("/proc/");
+  if (to_process || (there && !std::filesystem::is_regular_file(status))) {
+    return "expected a regular file or none, found something else";
+  }
+  return {};
+}
+
 }  // namespace
 
 AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)) {
-  std::error_code ignored;
-  if (std::filesystem::is_directory(path_, ignored)) fail(path_, "is a directory");
+  if (const std::string reason = reason_against(path_); !reason.empty()) fail(path_, reason);
   // A name that is there, be it a link of another user, is not written through.
   constexpr int kTries = 100;
   for (int i = 0; fd_ < 0; ++i) {

@@ -12,8 +12,8 @@ namespace kvtier::formats {
 /// before the work whose result goes there; destruction without `commit` removes it.
 class AtomicFile {
  public:
-  /// Throws `kUnavailable` with the reason when the file cannot be created or `path` is a
-  /// directory.
+  /// Throws `kUnavailable` with the reason when the file cannot be created, or `path` is there and
+  /// no regular file: a directory, a device such as /dev/null, a pipe, /dev/stdout.
   explicit AtomicFile(std::filesystem::path path);
   AtomicFile(const AtomicFile&) = delete;  // owns a name in the file system
   AtomicFile& operator=(const AtomicFile&) = delete;

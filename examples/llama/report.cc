@@ -242,8 +242,8 @@ void check_writable(const std::filesystem::path& path, const std::string& option
   if (path.empty()) return;
   try {
     const formats::AtomicFile file(path);
-  } catch (const Error&) {
-    throw Error(ErrorCode::kUnavailable, option + ": cannot write " + path.string());
+  } catch (const Error& error) {
+    throw Error(error.code(), option + ": " + error.what());
   }
 }
 

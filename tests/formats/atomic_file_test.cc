@@ -7,7 +7,9 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <sys/stat.h>
 #include <unistd.h>
+#include <vector>
 
 namespace kvtier::formats {
 namespace {
@@ -65,6 +67,25 @@ TEST_F(AtomicFileTest, RejectsPlacesThatCannotBeWrittenAtOnce) {
     }
   }
   EXPECT_TRUE(listing().empty());
+}
+
+TEST_F(AtomicFileTest, TakesThePlaceOfRegularFilesAlone) {
+  ASSERT_EQ(::mkfifo(file("pipe").c_str(), 0600), 0);
+  std::filesystem::create_symlink(file("pipe"), file("link"));
+  for (const std::filesystem::path& path : {file("pipe"), file("link")}) {
+    try {
+      const AtomicFile atomic(path);
+      ADD_FAILURE() << "expected an error for " << path;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kUnavailable);
+      EXPECT_EQ(error.what(), path.string() +
+                                  ": cannot be written: expected a regular file or none, found "
+                                  "something else");
+    }
+  }
+  EXPECT_THROW(AtomicFile("/dev/stdout"), Error);
+  EXPECT_EQ(listing(), (std::vector<std::string>{"link", "pipe"}));
+  EXPECT_TRUE(std::filesystem::is_fifo(file("pipe")));
 }
 
 TEST_F(AtomicFileTest, ReportsAPlaceThatVanished) {

@@ -223,7 +223,7 @@ TEST_F(CliTest, RefusesABenchBeforeItMeasures) {
       {"--random-weights --backend cpu --layers 1024 --context 16777216",
        "RESOURCE_EXHAUSTED: bench --shape llama-3.1-8b on the CPU: expected "},
       {"--random-weights --backend cpu --json /no/such/folder/a.json",
-       "UNAVAILABLE: --json: cannot write /no/such/folder/a.json"}};
+       "UNAVAILABLE: --json: /no/such/folder/a.json: cannot be written: No such file"}};
   for (const auto& [arguments, message] : cases) {
     EXPECT_NE(run("bench " + arguments), 0) << arguments;
     EXPECT_THAT(err(), HasSubstr(message));
@@ -293,11 +293,11 @@ TEST_F(CliTest, RefusesOutputsItCannotWriteBeforeTheWork) {
   for (const std::string& place : {std::string("/no/such/folder/a"), folder}) {
     for (const char* option : {"--json", "--logits"}) {
       EXPECT_EQ(run("eval " + inputs + "--cases n4096.d100 " + option + " " + place), 1);
-      EXPECT_THAT(err(),
-                  HasSubstr("UNAVAILABLE: " + std::string(option) + ": cannot write " + place));
+      EXPECT_THAT(err(), HasSubstr("UNAVAILABLE: " + std::string(option) + ": " + place +
+                                   ": cannot be written: "));
     }
     EXPECT_EQ(run("record " + inputs + "--case n4096.d100 --out " + place), 1);
-    EXPECT_THAT(err(), HasSubstr("UNAVAILABLE: --out: cannot write " + place));
+    EXPECT_THAT(err(), HasSubstr("UNAVAILABLE: --out: " + place + ": cannot be written: "));
   }
   const std::string file = folder + "/a.json";
   EXPECT_EQ(run("eval " + inputs + "--cases n4096.d100 --json " + file), 1);
