@@ -4,14 +4,16 @@ import pathlib
 
 
 def write_whole(path, data):
-    """Puts a file of this text or these bytes in the place of `path`; leaves it as it was after an error."""
+    """Puts a file of this text or these bytes in the place of `path`; leaves it as it was after an error. A device or
+    a pipe is written to itself."""
     path = pathlib.Path(path)
+    data = data.encode() if isinstance(data, str) else data
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
     part = path.with_name(path.name + ".part")
     try:
-        if isinstance(data, str):
-            part.write_text(data, encoding="utf-8")
-        else:
-            part.write_bytes(data)
+        part.write_bytes(data)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -33,7 +33,10 @@ def check_folder(parser: argparse.ArgumentParser, name: str, path: Path) -> None
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Gives a path to write to. What is written there takes the place of `path` at the end, and goes
-    after an error."""
+    after an error. A device or a pipe is written to itself."""
+    if path.exists() and not path.is_file():
+        yield path
+        return
     part = path.with_name(path.name + ".part")
     try:
         yield part

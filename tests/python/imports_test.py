@@ -15,6 +15,7 @@ from unittest.mock import MagicMock, patch
 
 from server import PATIENCE
 
+from kvtier.model_options import whole_file
 from kvtier.tune import main as tune
 from kvtier.tune import plot
 
@@ -108,6 +109,15 @@ class Imports(unittest.TestCase):
                 plot([], 0.05, path)
             self.assertEqual(path.read_text(), "former")
             self.assertEqual(list(Path(folder).iterdir()), [path])
+
+    def test_a_device_is_written_to_itself(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            link = Path(folder) / "null"
+            link.symlink_to("/dev/null")
+            with whole_file(link) as part:
+                part.write_text("text")
+            self.assertTrue(link.is_char_device())
+            self.assertEqual(list(Path(folder).iterdir()), [link])
 
     def test_plots_that_cannot_be_drawn_are_refused_before_the_work(self) -> None:
         canvas = MagicMock()
