@@ -8,7 +8,10 @@
 #include "transfer/tiers/file_tier.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <sstream>
+#include <string>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -67,11 +70,14 @@ void check_folder(const std::filesystem::path& folder) {
     throw Error(ErrorCode::kFailedPrecondition,
                 "disk cache " + folder.string() + ": expected " + expected + ", found " + found);
   };
-  (void)::mkdir(folder.c_str(), 0700);
+  const int made = ::mkdir(folder.c_str(), 0700) == 0 ? 0 : errno;
   struct stat status {};
-  if (::stat(folder.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) {
+  const bool there = ::stat(folder.c_str(), &status) == 0;
+  if (!there || !S_ISDIR(status.st_mode)) {
     throw Error(ErrorCode::kUnavailable,
-                "disk cache " + folder.string() + ": expected a folder, found none");
+                "disk cache " + folder.string() + ": expected a folder, found " +
+                    (there ? "another file"
+                           : std::string("none that can be made: ") + std::strerror(made)));
   }
   if (status.st_uid != ::geteuid()) {
     refuse("a folder of user " + std::to_string(::geteuid()),

@@ -22,7 +22,8 @@ void add_remote_tiers(CLI::App& app, ServeCommand& command) {
       ->delimiter(',')
       ->allow_extra_args(false)
       ->check(word());
-  add("--redis", remote.redis, "HOST:PORT or unix:PATH of a Redis server that does")->check(word());
+  add("--redis", remote.redis, "HOST:PORT or unix:PATH of a Redis server that keeps such copies")
+      ->check(word());
   add("--redis-sentinels", remote.redis_sentinels,
       "Instead of --redis: sentinels that know the server --redis-master")
       ->delimiter(',')
