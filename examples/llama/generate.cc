@@ -13,7 +13,7 @@ std::vector<std::int32_t> parse_ids(const std::string& text) {
   std::string list = text;
   if (text.starts_with('@')) {
     std::ifstream file(text.substr(1));
-    if (!file) {
+    if (file.peek(); file.bad() || !file.is_open()) {
       throw Error(ErrorCode::kNotFound,
                   "--prompt-ids: expected a readable file, found " + text.substr(1));
     }

@@ -66,7 +66,7 @@ void add_runtime(CLI::App& app, Arguments& a) {
                  "HOST:PORT,... or unix:PATH of memcached servers that keep copies of its pages")
       ->delimiter(',');
   app.add_option("--redis", runtime.remote.redis,
-                 "HOST:PORT or unix:PATH of a Redis server that does");
+                 "HOST:PORT or unix:PATH of a Redis server that keeps such copies");
   app.add_option("--device-mib", runtime.device_mib,
                  "Sketches and workspaces, MiB; 0: what the session needs")
       ->check(between(0, 1 << 24));
@@ -208,7 +208,8 @@ CLI::App* add_record(CLI::App& app, Arguments& a) {
       ->capture_default_str();
   add_tokens(*record, "--steps", a.record.steps, "Tokens after the context; 0: all", 0)
       ->capture_default_str();
-  record->add_option("--layer", a.layer, "One layer, stored under plain names; default: all");
+  record->add_option("--layer", a.layer, "One layer, stored under plain names; default: all")
+      ->check(at_least(0));
   record->add_option("--out", a.trace, "File to write (safetensors)")->required();
   return record;
 }
@@ -349,6 +350,10 @@ void run_eval(Arguments& a, const std::string& command) {
   if (isatty(STDERR_FILENO) != 0) a.eval.progress = show_progress;
   check_writable(a.json, "--json");
   check_writable(a.logits, "--logits");
+  if (!a.logits.empty() && a.logits == a.json) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "--logits: expected another file than that of --json, found " + a.logits);
+  }
   const TaskFile tasks(a.tasks);
   Decoder decoder = load_decoder(a.model, make_compute(a));
   a.eval.keep_logits = !a.logits.empty();
@@ -373,7 +378,13 @@ void run_generate(Arguments& a) {
   warn_of_positions(decoder.config(),
                     static_cast<std::int64_t>(options.prompt.size()) + a.max_tokens);
   options.runtime = a.eval.runtime;
-  options.method = make_methods(retrieval, left_out).front();
+  const std::vector<Method> methods = make_methods(retrieval, left_out);
+  if (methods.size() != 1) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "--bits, --error-target, --seed, --preset: expected one of each, found " +
+                    std::to_string(methods.size()) + " methods");
+  }
+  options.method = methods.front();
   if (!a.sparsity) options.method.sparsity = 0.0;
   bool first = true;
   generate(decoder, options, [&first](std::int32_t token) {

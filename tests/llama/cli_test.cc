@@ -266,6 +266,8 @@ TEST_F(CliTest, ExplainsUsageErrors) {
       {generate + "--host-mib 17592186044416",
        "--host-mib: expected 0 to 16777216, found 17592186044416"},
       {generate + "--device-mib -1", "--device-mib: expected 0 to 16777216, found -1"},
+      {"record " + model_ + tasks_ + "--case n4096.d100 --out x --layer -2",
+       "--layer: expected a number of at least 0, found -2"},
       {generate + "--threads -1", "--threads: expected a number of at least 0, found -1"},
       {generate + "--threads two", "--threads: expected a number of at least 0, found two"}};
   for (const auto& [arguments, message] : cases) {
@@ -300,6 +302,9 @@ TEST_F(CliTest, RefusesOutputsItCannotWriteBeforeTheWork) {
     EXPECT_THAT(err(), HasSubstr("UNAVAILABLE: --out: " + place + ": cannot be written: "));
   }
   const std::string file = folder + "/a.json";
+  EXPECT_EQ(run("eval " + inputs + "--cases n4096.d100 --json " + file + " --logits " + file), 1);
+  EXPECT_THAT(err(),
+              HasSubstr("--logits: expected another file than that of --json, found " + file));
   EXPECT_EQ(run("eval " + inputs + "--cases n4096.d100 --json " + file), 1);
   EXPECT_THAT(err(), HasSubstr("NOT_FOUND"));
   EXPECT_FALSE(std::filesystem::exists(file));
@@ -313,6 +318,10 @@ TEST_F(CliTest, ExplainsErrorsOfInputsWithTheirCode) {
   EXPECT_THAT(err(), HasSubstr("NOT_FOUND"));
   EXPECT_EQ(run("eval " + model_ + tasks_ + "--cases n1.d1"), 1);
   EXPECT_THAT(err(), HasSubstr("case: expected one of"));
+  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --bits 128,256"), 1);
+  EXPECT_THAT(err(), HasSubstr("expected one of each, found 2 methods"));
+  EXPECT_EQ(run("generate " + model_ + "--prompt-ids @/"), 1);
+  EXPECT_THAT(err(), HasSubstr("NOT_FOUND: --prompt-ids: expected a readable file, found /\n"));
   EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1,2000"), 1);
   EXPECT_THAT(err(), HasSubstr("token: expected 0 to 1039, found 2000"));
   EXPECT_EQ(out(), "");

@@ -97,7 +97,8 @@ void add_replay(CLI::App& program, ReplayCommand& command) {
   app.add_option("--steps", command.options.steps,
                  "Steps to replay, evenly spread over the trace; 0: all")
       ->capture_default_str();
-  app.add_option("--first-step", command.options.first_step, "First step that is replayed")
+  app.add_option("--first-step", command.options.first_step,
+                 "First step that is replayed, where --steps leaves some out")
       ->capture_default_str();
   app.add_option("--json", command.json,
                  "Write the report, with every layer, to this file; -: standard output");
@@ -108,6 +109,9 @@ void add_replay(CLI::App& program, ReplayCommand& command) {
 
 void run_replay(ReplayCommand& command, const Console& console) {
   JsonReport json(command.json, console);
+  if (!command.record_ids.empty() && command.record_ids == command.json) {
+    throw_invalid("--record-ids", "another file than that of --json", command.record_ids);
+  }
   // Throws before the work for a place that cannot be written.
   if (!command.record_ids.empty()) (void)formats::AtomicFile(command.record_ids);
   const Trace trace = Trace::open(command.trace);

@@ -244,6 +244,15 @@ TEST_F(CliTest, ChecksThePlacesOfFilesBeforeItOpensTheTrace) {
   }
 }
 
+TEST_F(CliTest, KeepsIdsAndReportApart) {
+  const std::string place = file("a").string();
+  const CliResult result =
+      run_kvtier({"replay", file("none").string(), "--json", place, "--record-ids", place});
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.err, HasSubstr("--record-ids: expected another file than that of --json"));
+  EXPECT_TRUE(listing().empty());
+}
+
 TEST_F(CliTest, RecordsTheIdsOfOneSelectorOnly) {
   const CliResult result = replay_small({"--record-ids", file("ids.safetensors").string()});
 
