@@ -36,7 +36,7 @@ int line_of(const std::string& text, const std::string& key) {
     const std::size_t begin = line.find_first_not_of(" \t\"'");
     if (begin == std::string::npos || line.compare(begin, key.size(), key) != 0) continue;
     const std::size_t after = line.find_first_not_of(" \t\"'", begin + key.size());
-    if (after != std::string::npos && line[after] == '=') return number;
+    if (after == std::string::npos || line[after] == '=') return number;
   }
   return 0;
 }

@@ -287,6 +287,7 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
              {{"--page-folder", "/p", "--page-key-file", "/k", "--page-arena-mib", "0"},
               1,
               "page-folder, page-remote: expected page-arena-mib above 0, found 0"},
+             {{"--config", write("i.toml", "\nno option\n")}, 2, "i.toml:2: expected options of"},
              {{"--remote-ttl-seconds", "5"},
               2,
               "expected --memcached or --redis with --remote-ttl-seconds, found none"},
