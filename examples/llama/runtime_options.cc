@@ -28,18 +28,9 @@ Enum value_of(const std::array<std::pair<std::string_view, Enum>, N>& names,
 }
 
 bool allowed(Estimator estimator, ValueWeighting weighting) {
-  switch (weighting) {
-    case ValueWeighting::kDefault:
-    case ValueWeighting::kNone:
-      return true;
-    case ValueWeighting::kLinear:
-      return estimator != Estimator::kNormAware;
-    case ValueWeighting::kCalibrated:
-      return estimator == Estimator::kSoftCollision;
-    case ValueWeighting::kLogit:
-      return estimator == Estimator::kNormAware;
-  }
-  return false;
+  RetrievalConfig retrieval = RetrievalConfig::of(estimator);
+  retrieval.value_weighting = weighting;
+  return retrieval.validate().empty();
 }
 
 /// Adds every code with every number of bits that the estimator has. `phased`: whether a scalar

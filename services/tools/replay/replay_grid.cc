@@ -9,19 +9,6 @@
 namespace kvtier::services {
 namespace {
 
-bool weighting_fits(Estimator estimator, ValueWeighting weighting) {
-  if (weighting == ValueWeighting::kDefault || weighting == ValueWeighting::kNone) return true;
-  switch (estimator) {
-    case Estimator::kSoftCollision:
-      return weighting != ValueWeighting::kLogit;
-    case Estimator::kHardCollision:
-      return weighting == ValueWeighting::kLinear;
-    case Estimator::kNormAware:
-      return weighting == ValueWeighting::kLogit;
-  }
-  return false;
-}
-
 void add_problem(std::vector<std::string>& problems, std::string problem) {
   if (std::find(problems.begin(), problems.end(), problem) == problems.end()) {
     problems.push_back(std::move(problem));
@@ -102,12 +89,6 @@ std::vector<RetrievalConfig> ReplayGrid::expand() const {
   };
   for (const Estimator estimator : estimators) {
     for (const ValueWeighting weighting : weightings) {
-      if (!weighting_fits(estimator, weighting)) {
-        add_problem(problems, join("estimator ", name_of(kEstimatorNames, estimator),
-                                   " does not go with value weighting ",
-                                   name_of(kWeightingNames, weighting)));
-        continue;
-      }
       for (RetrievalConfig config : choices(*this, estimator)) {
         config.value_weighting = weighting;
         if (top_ks.empty()) {

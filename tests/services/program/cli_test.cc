@@ -196,8 +196,8 @@ TEST_F(CliTest, SaysWhatNumbersItExpects) {
 TEST_F(CliTest, PrintsErrorsWithTheirCode) {
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
       {{"--estimator", "norm_aware", "--value-weighting", "linear"},
-       "error: INVALID_ARGUMENT: replay options:\n  estimator norm_aware does not go with value "
-       "weighting linear"},
+       "error: INVALID_ARGUMENT: replay options:\n  norm_aware: value_weighting: expected logit "
+       "or none with norm-aware, found linear\n"},
       {{"--sparsity", "0"}, "error: INVALID_ARGUMENT: replay options:\n  sparsity"},
       {{"--bits", "4096"}, "error: INVALID_ARGUMENT: replay options:\n  norm_aware: bits"},
       {{"--rule", "priority"},

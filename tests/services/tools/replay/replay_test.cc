@@ -429,7 +429,7 @@ TEST(ReplayGrid, NamesPairsThatDoNotFit) {
         ADD_FAILURE() << "expected an error";
       } catch (const Error& error) {
         EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
-        EXPECT_THAT(error.what(), HasSubstr("does not go with value weighting"));
+        EXPECT_THAT(error.what(), HasSubstr("value_weighting: expected "));
       }
     }
   }
