@@ -54,7 +54,7 @@ void add_plan(CLI::App& program, PlanCommand& command) {
   app.add_option("--hits", command.hits, "Share of selected rows that are on the GPU already")
       ->check(between(0.0, 1.0))
       ->capture_default_str();
-  app.parse_complete_callback([&app, &command] {
+  app.final_callback([&app, &command] {
     if (app.count("--hits") > 0 && command.calibration.empty()) {
       throw CLI::RequiresError("--hits", "--calibration");
     }

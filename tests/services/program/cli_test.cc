@@ -158,7 +158,9 @@ TEST_F(CliTest, TakesOptionsOfTheProgramBehindACommand) {
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.err, HasSubstr("engine ready on CPU"));
   EXPECT_THAT(result.err, StartsWith("{"));
-  EXPECT_THAT(run_kvtier({"replay", "--version"}).out, StartsWith("kvtier 0."));
+  for (const char* command : {"replay", "plan"}) {
+    EXPECT_THAT(run_kvtier({command, "--version"}).out, StartsWith("kvtier 0."));
+  }
 }
 
 TEST_F(CliTest, SaysWhatNumbersItExpects) {
