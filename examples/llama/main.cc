@@ -119,6 +119,13 @@ void add_retrieval(CLI::App& app, RetrievalOptions& retrieval) {
                      "socket: the method of the SOCKET paper; default: that of this library")
           ->delimiter(',')
           ->check(one_of({"default", "socket"}));
+  app.final_callback([&app, &retrieval] {
+    std::vector<Estimator> estimators;
+    for (const auto& [name, estimator] : kEstimatorNames) {
+      if (std::ranges::count(retrieval.estimators, name) > 0) estimators.push_back(estimator);
+    }
+    check_estimator_options(app, estimators);
+  });
   for (const char* own :
        {"--estimator", "--value-weighting", "--selection", "--rule", "--code", "--bits",
         "--query-bits", "--error-target", "--coarse-bits", "--candidates", "--planes-per-table",

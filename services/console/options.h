@@ -1,11 +1,14 @@
 #pragma once
 
+#include "kvtier/config.h"
+
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
 #include <cstdint>
+#include <initializer_list>
 #include <sstream>
 #include <string>
 #include <type_traits>
@@ -196,6 +199,25 @@ void add_priority(CLI::App& app, Options& options) {
                  "With --coarse-bits: tokens over k whose whole code is read")
       ->needs(coarse_bits)
       ->capture_default_str();
+}
+
+/// Refuses options that are given and that none of `estimators` reads: those that a command has.
+/// To be called once all is parsed.
+inline void check_estimator_options(const CLI::App& app, const std::vector<Estimator>& estimators) {
+  const auto need = [&](const char* option, std::initializer_list<Estimator> readers,
+                        const char* names) {
+    const CLI::Option* const given = app.get_option_no_throw(option);
+    const auto reads = [&](Estimator each) { return std::ranges::count(readers, each) > 0; };
+    if (given == nullptr || given->count() == 0 || std::ranges::any_of(estimators, reads)) return;
+    throw CLI::RequiresError(option, std::string("--estimator ") + names);
+  };
+  constexpr Estimator kSoft = Estimator::kSoftCollision;
+  constexpr Estimator kHard = Estimator::kHardCollision;
+  need("--bits", {Estimator::kNormAware}, "norm_aware");
+  need("--query-bits", {Estimator::kNormAware}, "norm_aware");
+  need("--tau", {kSoft}, "soft_collision");
+  need("--planes-per-table", {kSoft, kHard}, "soft_collision or hard_collision");
+  need("--tables", {kSoft, kHard}, "soft_collision or hard_collision");
 }
 
 /// Lets the environment give an option: "--max-models" is KVTIER_MAX_MODELS.

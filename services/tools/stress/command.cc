@@ -96,6 +96,7 @@ void add_stress(CLI::App& program, StressCommand& command) {
   app.add_flag("--compare-dense", options.compare_dense,
                "Measure dense attention over one layer's KV on the device as well");
   app.add_option("--json", command.json, "Write the report to this file; -: standard output");
+  app.final_callback([&app, &options] { check_estimator_options(app, {options.estimator}); });
 }
 
 int run_stress(const StressCommand& command, const Console& console,
