@@ -75,19 +75,26 @@ struct FusedWindow {
   std::uint32_t shift = 32;          ///< Of the bins of a later round; 32 in the first.
 
   [[nodiscard]] __device__ bool has(std::uint32_t key) const { return key - low <= high - low; }
+  [[nodiscard]] __device__ bool unknown() const { return shift == 32; }
+  /// Is the keys `from` to `to`.
+  __device__ void set(std::uint32_t from, std::uint32_t to) {
+    constexpr int kBinBits = 9;
+    static_assert(kFusedBins == 1 << kBinBits);
+    low = from;
+    high = to;
+    shift = static_cast<std::uint32_t>(max(0, 32 - kBinBits - __clz(static_cast<int>(high - low))));
+  }
   /// Goes on with a bin of the last round.
   template <typename Bins>
   __device__ void narrow(int bin) {
-    const bool first = shift == 32;
+    const bool first = unknown();
     const std::uint32_t width = first ? Bins::kShift : shift;
     const std::uint32_t from =
         (first ? Bins::kBase : low) + (static_cast<std::uint32_t>(bin) << width);
     const std::uint32_t last = from + ((1U << width) - 1);
-    low = first && bin == 0 ? 1 : from;
-    if (!(Bins::kOpen && first && bin == kFusedBins - 1)) high = min(high, last);
-    constexpr int kBinBits = 9;
-    static_assert(kFusedBins == 1 << kBinBits && kFusedBins == 32 << (23 - kFusedBinShift));
-    shift = static_cast<std::uint32_t>(max(0, 32 - kBinBits - __clz(static_cast<int>(high - low))));
+    static_assert(kFusedBins == 32 << (23 - kFusedBinShift));
+    const bool open = Bins::kOpen && first && bin == kFusedBins - 1;
+    set(first && bin == 0 ? 1 : from, open ? high : min(high, last));
   }
 };
 
@@ -244,46 +251,65 @@ __device__ inline void take_in_order(const FusedWindow& window, std::uint32_t ta
   }
 }
 
-/// The same for the `take` best of the window, ties by lowest token; or, if `cuts`, for all of
-/// these but the last, of which the key goes to `shared.cut`. No block has more than `most` of the
-/// window, kFusedList at most. `stage`: of the round that has found the window. Returns how many of
-/// earlier blocks are taken.
-template <typename Exchange>
-__device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take, bool cuts,
-                                   std::uint32_t most, int count, std::uint32_t stage,
-                                   const BlockExchange& peers, std::uint32_t* keys,
-                                   Exchange& exchange, FusedShared& shared) {
-  const unsigned lane = threadIdx.x % 32;
-  const auto bin_of = [&](std::uint32_t key) {
-    return static_cast<int>((key - window.low) >> window.shift);
-  };
+/// Lists the block's keys of the window, as far as there is room: their number is
+/// `shared.list_count`. Adds those above it to `shared.above`, if `kCounts`. All threads; begins
+/// and ends with a barrier.
+template <bool kCounts>
+__device__ void list_window(const FusedWindow& window, int count, const std::uint32_t* keys,
+                            FusedShared& shared) {
   if (threadIdx.x < kFusedList) shared.list[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
     shared.list_count = 0;
+    if (kCounts) shared.above = 0;
     shared.finalists = 0;
     shared.better_before = 0;
     shared.ties_before = 0;
   }
   __syncthreads();
+  [[maybe_unused]] unsigned above = 0;
 #pragma unroll 1
   for (int four = static_cast<int>(threadIdx.x); four < count / 4; four += kFusedThreads) {
     const uint4 own = reinterpret_cast<const uint4*>(keys)[four];
     const std::uint32_t key[4] = {own.x, own.y, own.z, own.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      if constexpr (kCounts) above += key[i] > window.high ? 1 : 0;
       if (!window.has(key[i])) continue;
       const std::uint32_t at = atomicAdd(&shared.list_count, 1U);
+      if (kCounts && at >= kFusedList) continue;
       shared.list[at] = key[i];
       shared.list_entries[at] = static_cast<unsigned>(four * 4 + i);
     }
   }
+  if constexpr (kCounts) {
+    above = __reduce_add_sync(kFullWarp, above);
+    if (threadIdx.x % 32 == 0 && above > 0) atomicAdd(&shared.above, above);
+  }
   __syncthreads();  // the list is complete
+}
+
+/// Posts the first pairs of the block's list, of a thread each.
+__device__ inline void post_list(int pair, std::uint32_t stage, const BlockExchange& peers,
+                                 const FusedShared& shared) {
+  const uint2 keys = reinterpret_cast<const uint2*>(shared.list)[pair];
+  peers.post_pair(&peers.box.lists[peers.rank][2 * pair], stage, keys.x, keys.y);
+}
+
+/// Takes the `take` best keys of the window, which are listed and posted, ties by lowest token; or,
+/// if `cuts`, all of these but the last, of which the key goes to `shared.cut`. Clears the others'
+/// keys. No block has more than `most` of the window, kFusedList at most. `stage`: of the lists.
+/// Returns how many of earlier blocks are taken. `shared.bins` are clear.
+template <typename Exchange>
+__device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take, bool cuts,
+                                   std::uint32_t most, std::uint32_t stage,
+                                   const BlockExchange& peers, std::uint32_t* keys,
+                                   Exchange& exchange, FusedShared& shared) {
+  const unsigned lane = threadIdx.x % 32;
+  const auto bin_of = [&](std::uint32_t key) {
+    return static_cast<int>((key - window.low) >> window.shift);
+  };
   const int pairs = static_cast<int>(most + 1) / 2;
   const auto* const own_pairs = reinterpret_cast<const uint2*>(shared.list);
-  if (static_cast<int>(threadIdx.x) < pairs && !peers.alone()) {
-    const uint2 pair = own_pairs[threadIdx.x];
-    peers.post_pair(&peers.box.lists[peers.rank][2 * threadIdx.x], stage, pair.x, pair.y);
-  }
   // A thread has the same pair of keys of several blocks, 0 past their last keys, and counts them
   // by finer bins.
   const int all_pairs = static_cast<int>(peers.blocks) * pairs;
@@ -419,8 +445,13 @@ __device__ FusedCut find_best(const FilterArgs& args, const FusedWork& work,
       return found;
     }
     if (shared.most <= kFusedList) {
-      found.before = take_best(window, wanted, cuts, shared.most, work.count, stage, peers, keys,
-                               exchange, shared);
+      const auto most = static_cast<int>(shared.most);
+      list_window<false>(window, work.count, keys, shared);
+      if (const auto pair = static_cast<int>(threadIdx.x); 2 * pair < most && !peers.alone()) {
+        post_list(pair, stage, peers, shared);
+      }
+      found.before = take_best(window, wanted, cuts, static_cast<std::uint32_t>(most), stage, peers,
+                               keys, exchange, shared);
       return found;
     }
     if (window.low == window.high) {
@@ -436,6 +467,66 @@ __device__ FusedCut find_best(const FilterArgs& args, const FusedWork& work,
       if (window.has(key)) atomicAdd(&shared.bins[(key - window.low) >> window.shift], 1U);
     }
   }
+}
+
+/// The same where the last of the best is expected in a window of few keys: the blocks exchange
+/// these and the numbers of better ones at once, in the place of counts by bins. Returns false
+/// where it is not there or a block has more of them than it can list; then `shared.bins` have the
+/// counts by bins again, and nothing else has changed.
+template <typename Bins, typename Exchange>
+__device__ bool find_in_window(const FilterArgs& args, const FusedWork& work,
+                               const FusedWindow& window, const BlockExchange& peers, int& round,
+                               std::uint32_t* keys, Exchange& exchange, FusedCut& found,
+                               FusedShared& shared) {
+  const bool cuts = args.request.params.rule == SelectionRule::kPriority &&
+                    work.plan.k < work.plan.end - work.plan.begin;
+  const std::uint32_t wanted = static_cast<std::uint32_t>(work.plan.k) + (cuts ? 1 : 0);
+  const std::uint32_t stage = kFirstRoundStage + static_cast<std::uint32_t>(round);
+  auto& counts = peers.box.counts[round++ & 1];
+  __syncthreads();  // the keys are counted
+  shared.bins[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.cut = 0;
+  list_window<true>(window, work.count, keys, shared);
+  if (threadIdx.x < 32) {
+    const unsigned lane = threadIdx.x;
+    uint2 of_block[1] = {
+        make_uint2(lane == 0 ? shared.above : 0, lane == 0 ? shared.list_count : 0)};
+    if (!peers.alone()) {
+      if (lane == 0) {
+        peers.post_pair(&counts[peers.rank][0], stage, of_block[0].x, of_block[0].y);
+      }
+      const bool has = lane < peers.blocks;
+      peers.fetch<1>(&counts[has ? lane : 0][0], 0, has ? 1 : 0, stage, of_block);
+    }
+    const unsigned above = __reduce_add_sync(kFullWarp, of_block[0].x);
+    const unsigned listed = __reduce_add_sync(kFullWarp, of_block[0].y);
+    const unsigned most = __reduce_max_sync(kFullWarp, of_block[0].y);
+    const unsigned earlier = __reduce_add_sync(kFullWarp, lane < peers.rank ? of_block[0].x : 0);
+    if (lane == 0) {
+      shared.above = above;
+      shared.count = listed;
+      shared.most = most;
+      shared.before = earlier;
+    }
+  } else if (const int pair = static_cast<int>(threadIdx.x) - 32;
+             pair < kFusedList / 2 && !peers.alone()) {
+    post_list(pair, stage, peers, shared);
+  }
+  __syncthreads();  // the numbers of all blocks are there
+  const std::uint32_t above = shared.above;
+  if (shared.most > kFusedList || above >= wanted || above + shared.count < wanted) {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < work.count; i += kFusedThreads) {
+      if (keys[i] != 0) atomicAdd(&shared.bins[first_bin_of<Bins>(keys[i])], 1U);
+    }
+    return false;
+  }
+  if (threadIdx.x == 0) shared.chosen_before = shared.before;
+  const std::uint32_t most = shared.most;
+  found.cut = window.low - 1;
+  found.before =
+      take_best(window, wanted - above, cuts, most, stage, peers, keys, exchange, shared);
+  return true;
 }
 
 /// Posts the block's count of chosen tokens; returns that of all blocks of the group, and adds

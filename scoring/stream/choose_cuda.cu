@@ -187,6 +187,8 @@ __device__ KeyError value_error(int group, const StreamQueries& queries,
   return {.least = -__log2f(fmaf(rest, most, sum)), .most = -__log2f(fmaf(rest, least, sum))};
 }
 
+/// Shares, base 2, whose exact keys are those of floats.
+constexpr float kLeastLogOfShare = -99.0F;
 /// Steps that the rounding of an approximate key takes at most.
 constexpr float kRounding = 2.0F;
 
@@ -218,6 +220,24 @@ __device__ int least_of_best(std::uint32_t wanted, const KeyError& error, float 
   // As many tokens have approximate keys of at least this one, so exact keys of at least that.
   const float least = static_cast<float>(Keys::least_of(shared.bin)) / Keys::kSteps - Keys::kOffset;
   return least_approximate<Keys>(least - error.most, error, rounding);
+}
+
+/// The exact keys among which the last of the `wanted` best is, after `least_of_best` of shares, if
+/// they are known.
+template <typename Keys>
+__device__ FusedWindow window_of_best(const KeyError& error, const FusedShared& shared) {
+  constexpr float kOfStep = 1.0F / Keys::kSteps;
+  constexpr float kRoundedLogs = 1e-4F;
+  const float low = (static_cast<float>(Keys::least_of(shared.bin)) - kRounding) * kOfStep -
+                    Keys::kOffset - error.most - kRoundedLogs;
+  const float high = (static_cast<float>(Keys::least_of(shared.bin + 1)) + kRounding) * kOfStep -
+                     Keys::kOffset - error.least + kRoundedLogs;
+  FusedWindow window;
+  const bool known = shared.bin > 0 && shared.bin < kFusedBins - 1 && error.most < kMostLogShare &&
+                     low > kLeastLogOfShare && high < kMostLogShare;
+  if (!known) return window;
+  window.set(__float_as_uint(exp2f(low)) | 0x80000000U, __float_as_uint(exp2f(high)) | 0x80000000U);
+  return window;
 }
 
 /// The least approximate key of tokens that are among the `wanted` best for certain, after
@@ -265,13 +285,23 @@ __device__ void write_listed(const FilterArgs& args, const ScoreParams& params,
   }
 }
 
-/// Finds the best of the listed tokens, as `find_best`.
+/// Finds the best of the listed tokens, as `find_best`. `window`: where the last of them may be
+/// expected, unless `window.unknown()`.
 template <typename Keys>
 __device__ FusedCut find_listed(const FilterArgs& args, const FusedWork& work,
-                                const BlockExchange& peers, int& round, const Candidates& found,
-                                ChoiceMemory& memory, FusedShared& shared) {
+                                const FusedWindow& window, const BlockExchange& peers, int& round,
+                                const Candidates& found, ChoiceMemory& memory,
+                                FusedShared& shared) {
+  // Of more tokens for each block the window has too many.
+  constexpr std::int64_t kMostOfBlock = 192;
   FusedWork listed = work;
   listed.count = found.padded();
+  FusedCut cut;
+  if (!window.unknown() && work.plan.k <= kMostOfBlock * peers.blocks &&
+      find_in_window<typename Keys::ExactBins>(args, listed, window, peers, round, found.keys,
+                                               memory.exchange, cut, shared)) {
+    return cut;
+  }
   return find_best<typename Keys::ExactBins>(args, listed, peers, round, found.keys,
                                              memory.exchange, shared);
 }
@@ -360,7 +390,7 @@ __device__ FusedCut choose_again(const FilterArgs& args, const ScoreParams& seco
   work.plan = plan_of_query(args, second, work.query_index);
   work.plan.end = work.plan.begin + candidates;
   work.plan.k = min(work.plan.k, candidates);
-  return find_listed<typename Kernel::Keys>(args, work, peers, round, found, memory, shared);
+  return find_listed<typename Kernel::Keys>(args, work, {}, peers, round, found, memory, shared);
 }
 
 /// Chooses for a (query, KV head) of which something is eligible. Returns how many tokens are
@@ -396,6 +426,7 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
   }
   const KeyOrder<false> order(params, work.kv_head);
   int least = 1;
+  FusedWindow window;
   std::uint32_t least_key = 1;
   if (bounded) {
     // A priority of p / u, where p is the mean of the heads' shares.
@@ -405,6 +436,7 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
   } else if (work.plan.k < eligible) {
     const auto wanted = static_cast<std::uint32_t>(work.plan.k + (prioritised ? 1 : 0));
     least = least_of_best<Keys>(wanted, error, kRounding, shared);
+    window = window_of_best<Keys>(error, shared);
   }
   const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
   const unsigned counted = write_exact_keys<ExactKeys::kOrder, Kernel>(
@@ -418,7 +450,7 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
     chosen = choose_bounded<typename Keys::ExactBins>(
         args, listed, peers, least_key, counted, rounds, found.keys, memory.exchange, cut, shared);
   } else {
-    cut = find_listed<Keys>(args, work, peers, rounds, found, memory, shared);
+    cut = find_listed<Keys>(args, work, window, peers, rounds, found, memory, shared);
   }
   if constexpr (kTwice) {
     biases = reinterpret_cast<float*>(args.filter.masses) + work.group_index * args.max_tokens +
@@ -458,7 +490,8 @@ __device__ int choose_values(const FilterArgs& args, const FusedWork& work,
   const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
   write_exact_keys<kHeads>(args, work, found, certain, pairs, shared);
   int round = 0;
-  const FusedCut cut = find_listed<CollisionKeys>(args, work, peers, round, found, memory, shared);
+  const FusedCut cut =
+      find_listed<CollisionKeys>(args, work, {}, peers, round, found, memory, shared);
   write_listed(args, args.request.params, work, peers, cut, found, nullptr, posted, shared);
   if (peers.rank == 0 && threadIdx.x == 0) {
     args.selection.counts[work.group_index] = static_cast<std::int32_t>(work.plan.k);
@@ -469,10 +502,11 @@ __device__ int choose_values(const FilterArgs& args, const FusedWork& work,
 #endif
 
 // `shape.blocks` blocks per (query, KV head), a group, have runs of neighbouring units. The blocks
-// exchange counts by bins of exact keys and the keys of the last bin; each waits for all the
-// others' part before it posts the next. Then they attend, if that is wanted. Dynamic shared
-// memory: `ChoiceMemory`, in the place of which attention works. kRecall: as many as a recall
-// target says. kTwice: in two phases, of which `args` has the first.
+// exchange counts by bins of exact keys and the keys of the last bin, or where they choose few, the
+// keys of a window at once; each waits for all the others' part before it posts the next. Then they
+// attend, if that is wanted. Dynamic shared memory: `ChoiceMemory`, in the place of which attention
+// works. kRecall: as many as a recall target says. kTwice: in two phases, of which `args` has the
+// first.
 template <bool kRecall, bool kTwice, typename Kernel>
 __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
     const __grid_constant__ FilterArgs args, const __grid_constant__ FusedInput input,
