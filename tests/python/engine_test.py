@@ -21,10 +21,11 @@ from checkpoint import SafeTensors  # noqa: E402
 LLAMA = os.environ["KVTIER_LLAMA_BINARY"]
 DATA = ROOT / "data" / "needle-llama"
 CASE = "n4096.d100"
-# Of the divergence from embedded: at every position; at 33x, where a near-tie at the edge of the
-# selection may fall either way, in the mean.
-LARGEST = {"0": 1e-3, "10": 1e-3}
-MEAN = {"33": 1e-3}
+# Of the divergence from embedded: at every position where all tokens are attended. Where some are
+# selected, a near-tie at the edge of the selection may fall either way at a few positions.
+LARGEST = {"0": 1e-4}
+MEDIAN = 1e-6
+MEAN = {"10": 1e-4, "33": 1e-3}
 
 
 def divergence(p_logits: np.ndarray, q_logits: np.ndarray) -> np.ndarray:
@@ -79,6 +80,7 @@ class EngineTest(unittest.TestCase):
                 np.testing.assert_array_equal(found.argmax(axis=1), expected.argmax(axis=1))
                 kl = divergence(expected, found)
                 self.assertLessEqual(kl.max(), LARGEST.get(sparsity, np.inf))
+                self.assertLessEqual(np.median(kl), MEDIAN)
                 self.assertLessEqual(kl.mean(), MEAN.get(sparsity, LARGEST.get(sparsity)))
 
 
