@@ -254,9 +254,9 @@ __device__ inline void take_in_order(const FusedWindow& window, std::uint32_t ta
 /// Lists the block's keys of the window, as far as there is room: their number is
 /// `shared.list_count`. Adds those above it to `shared.above`, if `kCounts`. All threads; begins
 /// and ends with a barrier.
-template <bool kCounts>
+template <bool kCounts, typename Exchange>
 __device__ void list_window(const FusedWindow& window, int count, const std::uint32_t* keys,
-                            FusedShared& shared) {
+                            Exchange& exchange, FusedShared& shared) {
   if (threadIdx.x < kFusedList) shared.list[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
     shared.list_count = 0;
@@ -276,9 +276,9 @@ __device__ void list_window(const FusedWindow& window, int count, const std::uin
       if constexpr (kCounts) above += key[i] > window.high ? 1 : 0;
       if (!window.has(key[i])) continue;
       const std::uint32_t at = atomicAdd(&shared.list_count, 1U);
-      if (kCounts && at >= kFusedList) continue;
+      if (kCounts && at >= Exchange::kList) continue;
       shared.list[at] = key[i];
-      shared.list_entries[at] = static_cast<unsigned>(four * 4 + i);
+      exchange.list_entries[at] = static_cast<unsigned>(four * 4 + i);
     }
   }
   if constexpr (kCounts) {
@@ -288,54 +288,72 @@ __device__ void list_window(const FusedWindow& window, int count, const std::uin
   __syncthreads();  // the list is complete
 }
 
-/// Posts the first pairs of the block's list, of a thread each.
-__device__ inline void post_list(int pair, std::uint32_t stage, const BlockExchange& peers,
-                                 const FusedShared& shared) {
-  const uint2 keys = reinterpret_cast<const uint2*>(shared.list)[pair];
-  peers.post_pair(&peers.box.lists[peers.rank][2 * pair], stage, keys.x, keys.y);
-}
+/// The keys that all blocks of the group have listed, a few of each thread.
+template <typename Exchange>
+class ListedKeys {
+ public:
+  /// Posts the first `most` keys of the block's list, or 0 past its end, by threads `from` on.
+  __device__ static void post(int most, int from, std::uint32_t stage, const BlockExchange& peers,
+                              const FusedShared& shared) {
+    const int pair = static_cast<int>(threadIdx.x) - from;
+    if (pair < 0 || 2 * pair >= most || peers.alone()) return;
+    const uint2 keys = reinterpret_cast<const uint2*>(shared.list)[pair];
+    peers.post_pair(&peers.box.lists[peers.rank][2 * pair], stage, keys.x, keys.y);
+  }
+  /// Waits for as many of each block, 1 to `Exchange::kList`. A thread has the same pair of several
+  /// blocks.
+  __device__ ListedKeys(int most, std::uint32_t stage, const BlockExchange& peers,
+                        const FusedShared& shared) {
+    const int pairs = (most + 1) / 2;
+    first_ = small_quotient(static_cast<int>(threadIdx.x), pairs);
+    const int at = static_cast<int>(threadIdx.x) - first_ * pairs;
+    step_ = small_quotient(kFusedThreads, pairs);
+    const int after = static_cast<int>(peers.blocks) - first_;
+    const bool used = first_ < step_ && after > 0;
+    count_ = used ? small_quotient(after + step_ - 1, step_) : 0;
+    if (!peers.alone()) {
+      peers.fetch<kPairs>(&peers.box.lists[first_][2 * at], step_ * kFusedList, count_, stage,
+                          pairs_);
+    } else if (used) {
+      pairs_[0] = reinterpret_cast<const uint2*>(shared.list)[at];
+    }
+  }
+  /// Calls `use` with each key of the thread, or 0 past the end of a list, and its block.
+  template <typename Use>
+  __device__ void for_each(const Use& use) const {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      if (i >= count_) break;
+      const auto block = static_cast<unsigned>(first_ + i * step_);
+      use(pairs_[i].x, block);
+      use(pairs_[i].y, block);
+    }
+  }
 
-/// Takes the `take` best keys of the window, which are listed and posted, ties by lowest token; or,
-/// if `cuts`, all of these but the last, of which the key goes to `shared.cut`. Clears the others'
-/// keys. No block has more than `most` of the window, kFusedList at most. `stage`: of the lists.
-/// Returns how many of earlier blocks are taken. `shared.bins` are clear.
+ private:
+  static constexpr int kPairs = Exchange::kBlocks * Exchange::kList / 2 / kFusedThreads;
+  static_assert(kPairs > 0);
+
+  uint2 pairs_[kPairs];
+  int first_;
+  int step_;
+  int count_;
+};
+
+/// Takes the `take` best of the keys of the window, which are listed, ties by lowest token; or, if
+/// `cuts`, all of these but the last, of which the key goes to `shared.cut`. Clears the others'
+/// keys. Returns how many of earlier blocks are taken. `shared.bins` are clear.
 template <typename Exchange>
 __device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take, bool cuts,
-                                   std::uint32_t most, std::uint32_t stage,
-                                   const BlockExchange& peers, std::uint32_t* keys,
-                                   Exchange& exchange, FusedShared& shared) {
+                                   const ListedKeys<Exchange>& listed, const BlockExchange& peers,
+                                   std::uint32_t* keys, Exchange& exchange, FusedShared& shared) {
   const unsigned lane = threadIdx.x % 32;
   const auto bin_of = [&](std::uint32_t key) {
     return static_cast<int>((key - window.low) >> window.shift);
   };
-  const int pairs = static_cast<int>(most + 1) / 2;
-  const auto* const own_pairs = reinterpret_cast<const uint2*>(shared.list);
-  // A thread has the same pair of keys of several blocks, 0 past their last keys, and counts them
-  // by finer bins.
-  const int all_pairs = static_cast<int>(peers.blocks) * pairs;
-  constexpr int kBlocksOfThread = Exchange::kBlocks * kFusedList / 2 / kFusedThreads;
-  static_assert(kBlocksOfThread > 0);
-  const int first = pairs > 0 ? small_quotient(static_cast<int>(threadIdx.x), pairs) : 0;
-  const int at = static_cast<int>(threadIdx.x) - first * pairs;
-  const int step = pairs > 0 ? small_quotient(kFusedThreads, pairs) : 1;
-  const int after = static_cast<int>(peers.blocks) - first;
-  const bool used = pairs > 0 && first < step && after > 0;
-  const int blocks_of_thread = used ? small_quotient(after + step - 1, step) : 0;
-  uint2 of_blocks[kBlocksOfThread] = {};
-  if (!peers.alone()) {
-    peers.fetch<kBlocksOfThread>(&peers.box.lists[first][2 * at], step * kFusedList,
-                                 blocks_of_thread, stage, of_blocks);
-  } else if (used) {
-    of_blocks[0] = own_pairs[at];
-  }
-#pragma unroll
-  for (int i = 0; i < kBlocksOfThread; ++i) {
-    if (i >= blocks_of_thread) continue;
-    const uint2 pair = of_blocks[i];
-    exchange.pairs[(first + i * step) * pairs + at] = pair;
-    if (pair.x != 0) atomicAdd(&shared.bins[bin_of(pair.x)], 1U);
-    if (pair.y != 0) atomicAdd(&shared.bins[bin_of(pair.y)], 1U);
-  }
+  listed.for_each([&](std::uint32_t key, unsigned) {
+    if (key != 0) atomicAdd(&shared.bins[bin_of(key)], 1U);
+  });
   __syncthreads();  // the keys of all blocks are counted
   const int bin = kFusedBins - 1 - static_cast<int>(threadIdx.x);
   const std::uint32_t in_bin = shared.bins[bin];
@@ -347,14 +365,12 @@ __device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take
     shared.count = in_bin;
   }
   __syncthreads();  // the bin of the last one that is taken is known
-  const auto* const others = reinterpret_cast<const std::uint32_t*>(exchange.pairs);
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < 2 * all_pairs; i += kFusedThreads) {
-    const std::uint32_t key = others[i];
-    if (key != 0 && bin_of(key) == shared.bin) {
+  const int last_bin = shared.bin;
+  listed.for_each([&](std::uint32_t key, unsigned) {
+    if (key != 0 && bin_of(key) == last_bin) {
       exchange.finalists[atomicAdd(&shared.finalists, 1U)] = key;
     }
-  }
+  });
   __syncthreads();  // its keys are there
   const std::uint32_t rest = take - shared.above;
 #pragma unroll 1
@@ -370,6 +386,7 @@ __device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take
     }
     if (better < rest && better + equal >= rest) {
       shared.last = key;
+      shared.tied = equal;
       shared.ties = rest - better - (cuts ? 1U : 0U);
       if (cuts) shared.cut = key;
     }
@@ -378,12 +395,11 @@ __device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take
   const std::uint32_t last = shared.last;
   std::uint32_t better = 0;
   std::uint32_t equal = 0;
-  const int of_earlier = static_cast<int>(peers.rank) * 2 * pairs;
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < of_earlier; i += kFusedThreads) {
-    better += others[i] > last ? 1 : 0;
-    equal += others[i] == last ? 1 : 0;
-  }
+  listed.for_each([&](std::uint32_t key, unsigned block) {
+    if (block >= peers.rank) return;
+    better += key > last ? 1 : 0;
+    equal += key == last ? 1 : 0;
+  });
   better = __reduce_add_sync(kFullWarp, better);
   equal = __reduce_add_sync(kFullWarp, equal);
   if (lane == 0 && better + equal > 0) {
@@ -395,17 +411,17 @@ __device__ std::uint32_t take_best(const FusedWindow& window, std::uint32_t take
   const std::uint32_t ties_before = shared.ties_before;
   if (threadIdx.x < shared.list_count) {
     const std::uint32_t key = shared.list[threadIdx.x];
-    const unsigned entry = shared.list_entries[threadIdx.x];
-    bool taken = key > last;
-    if (key == last) {
+    const unsigned entry = exchange.list_entries[threadIdx.x];
+    bool taken = key > last || (key == last && ties > 0);
+    if (key == last && ties > 0 && ties < shared.tied) {
       const unsigned token = FusedScores::token_of(entry);
-      std::uint32_t before = ties_before;
+      std::uint32_t equal_before = ties_before;
 #pragma unroll 1
       for (std::uint32_t i = 0; i < shared.list_count; ++i) {
-        const bool earlier = FusedScores::token_of(shared.list_entries[i]) < token;
-        before += shared.list[i] == key && earlier ? 1 : 0;
+        const bool earlier = FusedScores::token_of(exchange.list_entries[i]) < token;
+        equal_before += shared.list[i] == key && earlier ? 1 : 0;
       }
-      taken = before < ties;
+      taken = equal_before < ties;
     }
     if (!taken) keys[entry] = 0;
   }
@@ -444,14 +460,12 @@ __device__ FusedCut find_best(const FilterArgs& args, const FusedWork& work,
       found.before = shared.before;
       return found;
     }
-    if (shared.most <= kFusedList) {
+    if (shared.most <= Exchange::kList) {
       const auto most = static_cast<int>(shared.most);
-      list_window<false>(window, work.count, keys, shared);
-      if (const auto pair = static_cast<int>(threadIdx.x); 2 * pair < most && !peers.alone()) {
-        post_list(pair, stage, peers, shared);
-      }
-      found.before = take_best(window, wanted, cuts, static_cast<std::uint32_t>(most), stage, peers,
-                               keys, exchange, shared);
+      list_window<false>(window, work.count, keys, exchange, shared);
+      ListedKeys<Exchange>::post(most, 0, stage, peers, shared);
+      const ListedKeys<Exchange> listed(most, stage, peers, shared);
+      found.before = take_best(window, wanted, cuts, listed, peers, keys, exchange, shared);
       return found;
     }
     if (window.low == window.high) {
@@ -486,7 +500,7 @@ __device__ bool find_in_window(const FilterArgs& args, const FusedWork& work,
   __syncthreads();  // the keys are counted
   shared.bins[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.cut = 0;
-  list_window<true>(window, work.count, keys, shared);
+  list_window<true>(window, work.count, keys, exchange, shared);
   if (threadIdx.x < 32) {
     const unsigned lane = threadIdx.x;
     uint2 of_block[1] = {
@@ -508,13 +522,13 @@ __device__ bool find_in_window(const FilterArgs& args, const FusedWork& work,
       shared.most = most;
       shared.before = earlier;
     }
-  } else if (const int pair = static_cast<int>(threadIdx.x) - 32;
-             pair < kFusedList / 2 && !peers.alone()) {
-    post_list(pair, stage, peers, shared);
+  } else {
+    ListedKeys<Exchange>::post(Exchange::kList, 32, stage, peers, shared);
   }
   __syncthreads();  // the numbers of all blocks are there
   const std::uint32_t above = shared.above;
-  if (shared.most > kFusedList || above >= wanted || above + shared.count < wanted) {
+  const std::uint32_t most = shared.most;
+  if (most > Exchange::kList || above >= wanted || above + shared.count < wanted) {
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < work.count; i += kFusedThreads) {
       if (keys[i] != 0) atomicAdd(&shared.bins[first_bin_of<Bins>(keys[i])], 1U);
@@ -522,10 +536,9 @@ __device__ bool find_in_window(const FilterArgs& args, const FusedWork& work,
     return false;
   }
   if (threadIdx.x == 0) shared.chosen_before = shared.before;
-  const std::uint32_t most = shared.most;
+  const ListedKeys<Exchange> listed(static_cast<int>(most), stage, peers, shared);
   found.cut = window.low - 1;
-  found.before =
-      take_best(window, wanted - above, cuts, most, stage, peers, keys, exchange, shared);
+  found.before = take_best(window, wanted - above, cuts, listed, peers, keys, exchange, shared);
   return true;
 }
 

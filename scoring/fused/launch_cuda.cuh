@@ -15,6 +15,7 @@ namespace kvtier::scoring::cuda {
 
 /// Most bytes of dynamic shared memory of a block, beside the static arrays of these kernels.
 inline int most_bytes(int block_bytes) { return block_bytes - 11 * 1024; }
+static_assert(sizeof(FusedShared) + sizeof(FusedQueries) <= 10 * 1024);
 /// The same, with room for a block of one of the kernels before, 48 KiB at most, as an append of
 /// few tokens has, and 1 KiB of the system, so that sketches are read while those run.
 inline int roomy_bytes(int block_bytes) { return most_bytes(block_bytes) - 49 * 1024; }

@@ -34,8 +34,8 @@ inline constexpr int kFusedChunks = 4;
 static_assert(kFusedBins == kFusedThreads);
 /// Bytes for the tables of a group's queries while they are made.
 inline constexpr int kFusedTableBytes = 40 * 1024 + 512;
-/// Candidates of a block that the last round compares one by one.
-inline constexpr int kFusedList = 128;
+/// Most keys of a block that the last round compares one by one.
+inline constexpr int kFusedList = 256;
 
 /// Bytes of a chunk of the bits of a unit.
 inline constexpr int kFusedPiece = kFusedUnit * hashing::kChunkBytes;
@@ -98,22 +98,24 @@ inline int fused_ring_bytes(int stages, int chunks) {
   return kFusedWarps *
          (stages * fused_unit_bytes(chunks) + kFusedUnit * static_cast<int>(sizeof(FusedNorms)));
 }
-/// What comes from all blocks, in the place of the ring: counts by bins, then keys of the bin that
-/// is left, and those that the choice comes down to.
-template <typename Count, unsigned kMostBlocks>
+/// What comes from all blocks, in the place of the ring: counts by bins, then the keys that the
+/// choice comes down to; and the entries of the keys that this block has listed, kMostListed at
+/// most.
+template <typename Count, unsigned kMostBlocks, int kMostListed>
 struct ExchangeOf {
   static constexpr int kBlocks = static_cast<int>(kMostBlocks);
+  static constexpr int kList = kMostListed;
 
   union {
     alignas(16) Count counts[kBlocks][kFusedBins];
-    uint2 pairs[kBlocks * kFusedList / 2];
+    std::uint32_t finalists[kBlocks * kList];
   };
-  std::uint32_t finalists[kBlocks * kFusedList];
+  std::uint32_t list_entries[kList];  ///< Of this block's `FusedShared::list`.
 };
-using FusedExchange = ExchangeOf<std::uint16_t, kFusedBlocks>;
-using ChoiceExchange = ExchangeOf<std::uint16_t, kChoiceBlocks>;
+using FusedExchange = ExchangeOf<std::uint16_t, kFusedBlocks, kFusedList / 2>;
+using ChoiceExchange = ExchangeOf<std::uint16_t, kChoiceBlocks, kFusedList / 2>;
 /// Where a block may have more than 65,535 tokens.
-using WideExchange = ExchangeOf<std::uint32_t, kChoiceBlocks>;
+using WideExchange = ExchangeOf<std::uint32_t, kChoiceBlocks, kFusedList>;
 
 /// Dynamic shared memory of a selection on chip: norms, which become keys; sums; and of each warp
 /// some bytes for the bits of units under way. These also lie in the places of the sums of the
@@ -189,14 +191,14 @@ struct FusedShared {
   std::uint32_t chosen_before;  // of earlier blocks, tokens in better bins of any round
   // This block's, of the last round.
   alignas(16) std::uint32_t list[kFusedList];
-  std::uint32_t list_entries[kFusedList];
   std::uint32_t list_count;
   // Of all blocks, in the last round: keys in the last bin, the last key that is taken, how many of
   // those that equal it, and of earlier blocks the better keys and the equal ones.
   std::uint32_t finalists;
   std::uint32_t last;
   std::uint32_t ties;
-  std::uint32_t cut;  ///< Of a selection by priority: the best key that is not taken, or 0.
+  std::uint32_t tied;  ///< Keys that equal it.
+  std::uint32_t cut;   ///< Of a selection by priority: the best key that is not taken, or 0.
   std::uint32_t better_before;
   std::uint32_t ties_before;
   std::uint32_t warp_counts[kFusedWarps];
