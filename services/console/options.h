@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -18,11 +19,18 @@
 /// expected.
 namespace kvtier::services {
 
-/// Reads a number; false for text that is none, and for a whole number of more than 64 bits, with
-/// errno ERANGE.
+/// Whether a number begins with zeros, which CLI11 would read as octal.
+[[nodiscard]] inline bool has_leading_zero(std::string_view text) {
+  if (text.starts_with('-') || text.starts_with('+')) text.remove_prefix(1);
+  return text.size() > 1 && text[0] == '0' && std::isdigit(static_cast<unsigned char>(text[1]));
+}
+
+/// Reads a number; false for text that is none, for a whole number with leading zeros, and for one
+/// of more than 64 bits, with errno ERANGE.
 template <typename Number>
 [[nodiscard]] bool read_number(const std::string& text, Number& value) {
   errno = 0;
+  if (std::is_integral_v<Number> && has_leading_zero(text)) return false;
   return CLI::detail::lexical_cast(text, value) && (!std::is_integral_v<Number> || errno != ERANGE);
 }
 
@@ -87,8 +95,8 @@ CLI::Option* add_size(CLI::App& app, const std::string& flag, Number& to,
             std::string size = text;
             std::int64_t number = -1;
             try {
-              const bool good =
-                  CLI::AsSizeValue(false)(size).empty() && read_number(size, number) && number >= 0;
+              const bool good = !has_leading_zero(text) && CLI::AsSizeValue(false)(size).empty() &&
+                                read_number(size, number) && number >= 0;
               if (!good) number = -1;
             } catch (const CLI::ValidationError&) {
               number = -1;

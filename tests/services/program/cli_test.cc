@@ -179,6 +179,8 @@ TEST_F(CliTest, SaysWhatNumbersItExpects) {
       {{"stress", "--tokens", "80 apples"}, "expected a size such as 64K, found 80 apples"},
       {{"stress", "--host-budget", "99999999P"}, "expected a size such as 64K, found 99999999P"},
       {{"stress", "--k", "2K"}, "--k: expected a whole number, found 2K"},
+      {{"stress", "--k", "010"}, "--k: expected a whole number, found 010"},
+      {{"stress", "--tokens", "010K"}, "--tokens: expected a size such as 64K, found 010K"},
       {{"stress", "--seed", "-5"}, "--seed: expected a whole number of 0 or more, found -5"},
       {{"stress", "--seed", "18446744073709551616"},
        "--seed: expected a whole number of 0 or more of 64 bits, found 18446744073709551616"},
