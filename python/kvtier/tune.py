@@ -68,7 +68,8 @@ def choose(settings: Sequence[Setting], error: float) -> Optional[Setting]:
 
 
 def replay(program: str, trace: Path, options: argparse.Namespace) -> list[Setting]:
-    """Runs `kvtier replay`; raises `CalledProcessError` where it fails."""
+    """Runs `kvtier replay`; raises `CalledProcessError` where it fails, and `OSError`, `ValueError`
+    or `KeyError` where it cannot be run or writes no report of a replay."""
     settings = []
     with tempfile.TemporaryDirectory(prefix="kvtier-tune-") as folder:
         report = Path(folder) / "report.json"
@@ -165,6 +166,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         settings = replay(program, options.trace, options)
     except subprocess.CalledProcessError as error:
         return int(error.returncode)  # kvtier replay has said why
+    except (OSError, ValueError, KeyError) as error:
+        parser().error(f"--kvtier: expected the program kvtier, found {program}: {error}")
     settings.sort(key=lambda each: (each.k, each.bits, each.error))
     print("   k  bits  code    rule      error   worst layer     mass")
     for each in settings:

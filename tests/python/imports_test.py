@@ -93,6 +93,23 @@ class Imports(unittest.TestCase):
                 self.assertEqual((found.returncode, found.stderr.strip()), (130, ""), name)
                 self.assertFalse(Path(out).exists())
 
+    def test_tune_refuses_a_program_that_is_not_kvtier(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace"
+            trace.write_text("")
+            for name, text in (("none", ""), ("other", "echo {} > "), ("text", "echo no > ")):
+                program = Path(folder) / name
+                last = 'eval "file=\\${$#}"\n' + text + '"$file"\n' if text else ""
+                program.write_text("#!/bin/sh\n" + last)
+                program.chmod(0o700)
+                err = io.StringIO()
+                with contextlib.redirect_stderr(err), self.assertRaises(SystemExit) as ended:
+                    tune(["--trace", str(trace), "--kvtier", str(program)])
+                self.assertEqual(ended.exception.code, 2)
+                self.assertIn(
+                    f"--kvtier: expected the program kvtier, found {program}: ", err.getvalue()
+                )
+
     def test_a_plot_that_cannot_be_written_leaves_the_former_one(self) -> None:
         def savefig(path: Path, **_: Any) -> None:
             path.write_text("<svg")
