@@ -33,7 +33,9 @@
 #include <atomic>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <stop_token>
+#include <string>
 #include <thread>
 #include <unistd.h>
 
@@ -118,6 +120,18 @@ void check_addresses(const ServerOptions& options) {
     if (endpoint.is_unix) continue;
     throw Error(ErrorCode::kInvalidArgument,
                 "admin-listen: expected unix:PATH, found " + endpoint.text());
+  }
+  std::set<std::string> found;
+  const auto add = [&found](const Endpoint& endpoint) {
+    const bool chosen = !endpoint.is_unix && endpoint.port == 0;  // by the system
+    if (chosen || found.insert(endpoint.text()).second) return;
+    throw Error(ErrorCode::kInvalidArgument,
+                "listen, data-listen, admin-listen, metrics: expected different addresses, found " +
+                    endpoint.text() + " twice");
+  };
+  if (options.metrics) add(*options.metrics);
+  for (const auto* endpoints : {&options.listen, &options.data.listen, &options.admin}) {
+    std::ranges::for_each(*endpoints, add);
   }
 }
 
