@@ -112,6 +112,7 @@ struct ExchangeOf {
   };
   std::uint32_t list_entries[kList];  ///< Of this block's `FusedShared::list`.
 };
+/// On chip blocks list half as many: the registers of soft collision have no room for more.
 using FusedExchange = ExchangeOf<std::uint16_t, kFusedBlocks, kFusedList / 2>;
 using ChoiceExchange = ExchangeOf<std::uint16_t, kChoiceBlocks, kFusedList / 2>;
 /// Where a block may have more than 65,535 tokens.

@@ -292,13 +292,13 @@ __device__ FusedCut find_listed(const FilterArgs& args, const FusedWork& work,
                                 const FusedWindow& window, const BlockExchange& peers, int& round,
                                 const Candidates& found, ChoiceMemory& memory,
                                 FusedShared& shared) {
-  // Of more tokens for each block the window has too many. Rows that more blocks share are longer
-  // and have more references, and so a narrower window.
-  constexpr std::int64_t kMostOfBlock = 32;
+  // Of more tokens for each square of the blocks the window has too many: rows that more blocks
+  // share are longer and have more references, and so a narrower window.
+  constexpr std::int64_t kMostOfSquare = 32;
   FusedWork listed = work;
   listed.count = found.padded();
   FusedCut cut;
-  if (!window.unknown() && work.plan.k <= kMostOfBlock * peers.blocks * peers.blocks &&
+  if (!window.unknown() && work.plan.k <= kMostOfSquare * peers.blocks * peers.blocks &&
       find_in_window<typename Keys::ExactBins>(args, listed, window, peers, round, found.keys,
                                                memory.exchange, cut, shared)) {
     return cut;

@@ -97,10 +97,10 @@ class Imports(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder) / "trace"
             trace.write_text("")
-            for name, text in (("none", ""), ("other", "echo {} > "), ("text", "echo no > ")):
+            for name, line in (("none", "true"), ("other", "echo {} >"), ("text", "echo no >")):
                 program = Path(folder) / name
-                last = 'eval "file=\\${$#}"\n' + text + '"$file"\n' if text else ""
-                program.write_text("#!/bin/sh\n" + last)
+                last = "for file; do :; done"  # the report of --json
+                program.write_text(f'#!/bin/sh\n{last}\n{line} "$file"\n')
                 program.chmod(0o700)
                 err = io.StringIO()
                 with contextlib.redirect_stderr(err), self.assertRaises(SystemExit) as ended:
