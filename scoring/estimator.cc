@@ -65,6 +65,12 @@ std::int64_t entries_per_head(const ScoreParams& params) noexcept {
   return params.num_planes();
 }
 
+std::int64_t max_per_query(const ScoreParams& params, std::int64_t length) {
+  const transfer::AttendedSpans everything{
+      .sink_end = 0, .eligible_end = length, .tail_begin = length, .visible = length};
+  return transfer::num_to_select(params.top_k, params.sparsity, everything);
+}
+
 void build_query_tables(transfer::Stream& stream, const ScoreParams& params,
                         const hashing::PlanesView& planes, const float* queries, int num_queries,
                         int query_heads, float* entries, QueryScalars* scalars) {

@@ -97,6 +97,9 @@ struct QueryScalars {
   float weight_step = 1.0F;  ///< p_i = weight_step * integer (1 for float weights; 0 when q is 0).
 };
 
+/// Most tokens that one head selects at the given length.
+[[nodiscard]] std::int64_t max_per_query(const ScoreParams& params, std::int64_t length);
+
 /// Entries per (query, head) for the given parameters.
 [[nodiscard]] std::int64_t entries_per_head(const ScoreParams& params) noexcept;
 /// The most that any valid parameters need.

@@ -121,7 +121,7 @@ std::int64_t max_selected(const EngineState& engine, int layer, const AttendOpti
                           std::int64_t length, std::int64_t ids_heads) {
   const ResolvedOptions resolved = resolve_options(engine, layer, options);
   if (resolved.rule.mode != LayerMode::kSparse) return 0;
-  const std::int64_t k = max_per_query(resolved.params, length);
+  const std::int64_t k = scoring::max_per_query(resolved.params, length);
   const bool union_of_group =
       resolved.params.selection == Selection::kPerQueryHead && ids_heads == engine.kv.kv_heads;
   return std::min(length, k * (union_of_group ? engine.kv.group : 1));

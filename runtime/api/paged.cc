@@ -151,7 +151,7 @@ class PagedSketches::Impl {
     const RetrievalConfig& retrieval = config_.retrieval;
     const scoring::ScoreParams params = params_of(0);
     const std::int64_t always = std::int64_t{retrieval.sink_tokens} + retrieval.recent_tokens;
-    return std::min(length, always + runtime::max_per_query(params, length));
+    return std::min(length, always + scoring::max_per_query(params, length));
   }
 
   void check() {
@@ -238,7 +238,7 @@ class PagedSketches::Impl {
         .query_heads = kv_.query_heads(),
         .kv_heads = kv_.kv_heads,
         .max_tokens = config_.max_tokens,
-        .max_selected = runtime::max_per_query(params_of(0), config_.max_tokens)};
+        .max_selected = scoring::max_per_query(params_of(0), config_.max_tokens)};
     const attention::FlashDecodeLimits flash_limits{
         .num_queries = max_queries_, .query_heads = kv_.query_heads(), .head_dim = kv_.head_dim};
     device_bytes_ += scoring::Selector::workspace_bytes(device_->backend(), limits) +

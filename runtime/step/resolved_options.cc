@@ -39,10 +39,4 @@ ResolvedOptions resolve_options(const EngineState& engine, int layer,
   return resolved;
 }
 
-std::int64_t max_per_query(const scoring::ScoreParams& params, std::int64_t length) {
-  const transfer::AttendedSpans everything{
-      .sink_end = 0, .eligible_end = length, .tail_begin = length, .visible = length};
-  return transfer::num_to_select(params.top_k, params.sparsity, everything);
-}
-
 }  // namespace kvtier::runtime

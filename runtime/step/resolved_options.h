@@ -30,7 +30,4 @@ struct ResolvedOptions {
 [[nodiscard]] ResolvedOptions resolve_options(const EngineState& engine, int layer,
                                               const AttendOptions& options);
 
-/// Most tokens that one head selects at the given length.
-[[nodiscard]] std::int64_t max_per_query(const scoring::ScoreParams& params, std::int64_t length);
-
 }  // namespace kvtier::runtime

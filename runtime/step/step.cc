@@ -139,8 +139,8 @@ class Step {
                              .read_gbps = workspace_.selector.device().read_gbps};
     for (const Slice& slice : launch.slices) {
       const std::int64_t tokens = tokens_of(slice.part->session->layer(layer_));
-      const std::int64_t selected =
-          std::min(tokens, max_per_query(options.params, tokens) * (per_head ? kv.group : 1));
+      const std::int64_t selected = std::min(
+          tokens, scoring::max_per_query(options.params, tokens) * (per_head ? kv.group : 1));
       const std::int64_t sets = slice.count * kv.kv_heads;
       cost.pairs += static_cast<double>(tokens * sets);
       cost.selected += static_cast<double>(selected * sets);
@@ -233,8 +233,8 @@ class Step {
     }
     const scoring::ScoreParams& params = launch.options().params;
     const bool per_head = params.selection == Selection::kPerQueryHead;
-    return std::min(launch.max_length,
-                    max_per_query(params, launch.max_length) * (per_head ? engine_.kv.group : 1));
+    return std::min(launch.max_length, scoring::max_per_query(params, launch.max_length) *
+                                           (per_head ? engine_.kv.group : 1));
   }
 
   const scoring::SelectionPlan& plan(Launch& launch) const {
