@@ -6,6 +6,7 @@
 #include "transfer/row_cache/row_cache_kernels.h"
 #include "transfer/row_cache/row_cache_places_cuda.cuh"
 #include "transfer/row_cache/row_cache_set_cuda.cuh"
+#include "transfer/row_cache/row_cache_sums_cuda.cuh"
 
 #include <cuda_runtime.h>
 
@@ -57,21 +58,6 @@ struct WantedRows {
 struct Tile {
   ListedRow rows[kTileIds];
   int warp_rows[kWarps];  ///< Of the ids that a warp has looked at.
-};
-
-/// Sums of a warp or a block, in the order of `RowCacheTotals`.
-constexpr int kSums = 10;
-enum Sum {
-  kSelected,
-  kResident,
-  kFetched,
-  kHits,
-  kMisses,
-  kEvictions,
-  kAdmissions,
-  kPrefetched,
-  kPrefetchedUseful,
-  kPrefetchedWasted
 };
 
 /// Between the warps with sets.
@@ -173,7 +159,7 @@ class SetGather {
   /// Gives missing rows their ways.
   __device__ void admit_all() {
     if (slots_ == nullptr) return;
-    if constexpr (!kPrefetches) add(kPrefetchedUseful, open_.count_uses());
+    if constexpr (!kPrefetches) add(cuda::kPrefetchedUseful, open_.count_uses());
     int num_kept = 0;
     for (int i = 0; i < num_missing_; ++i) {
       const std::int32_t token = wanted_.missing[i].token;
@@ -188,11 +174,11 @@ class SetGather {
         row.way = static_cast<std::int16_t>(way);
       }
       ++num_kept;
-      if (evicts) add(kEvictions, 1);
+      if (evicts) add(cuda::kEvictions, 1);
     }
     if (kPrefetches && lane_ == 0) wanted_.num_missing = num_kept;
-    add(kPrefetches ? kPrefetched : kAdmissions, num_kept);
-    add(kPrefetchedWasted, open_.num_wasted());
+    add(kPrefetches ? cuda::kPrefetched : cuda::kAdmissions, num_kept);
+    add(cuda::kPrefetchedWasted, open_.num_wasted());
     open_.close();
   }
 
@@ -238,7 +224,7 @@ class SetGather {
     const int count =
         kPrefetches ? selected
                     : static_cast<int>(min(std::int64_t{selected}, selection.staged_capacity));
-    if (!kPrefetches && set_ == 0) add(kSelected, selected);
+    if (!kPrefetches && set_ == 0) add(cuda::kSelected, selected);
     const std::int64_t ids = list * selection.capacity;
     for (int first = 0; first < count; first += kTileIds) {
       const int rows = read_tile(selection.ids + ids + first, selection.head_mask + ids + first,
@@ -285,10 +271,10 @@ class SetGather {
     if constexpr (!kPrefetches) {
       const unsigned hits = __ballot_sync(kAllLanes, hit);
       const unsigned resident = __ballot_sync(kAllLanes, mine && !in_page);
-      add(kHits, __popc(hits));
-      add(kResident, __popc(hits | resident));
-      add(kFetched, __popc(all_missing));
-      if (slots_ != nullptr) add(kMisses, __popc(all_missing));
+      add(cuda::kHits, __popc(hits));
+      add(cuda::kResident, __popc(hits | resident));
+      add(cuda::kFetched, __popc(all_missing));
+      if (slots_ != nullptr) add(cuda::kMisses, __popc(all_missing));
       const bool ready = mine && !kept && (kCopies || !hit);
       put_ready(ready, {hit ? -1 - way : row.token, 0, -1, entry});
     }
@@ -316,7 +302,7 @@ class SetGather {
   [[nodiscard]] __device__ std::byte* ready_target() const {
     return lane_ < num_ready_ ? staged_at(wanted_.ready[lane_].entry) : nullptr;
   }
-  __device__ void add(Sum which, int n) {
+  __device__ void add(cuda::RowCacheSum which, int n) {
     if (lane_ == which) sum_ += static_cast<unsigned>(n);
   }
 
@@ -442,49 +428,6 @@ class MissingRows {
   Flight flight_;
 };
 
-/// Adds a block's sums to those of the launch; the last block adds them for the host and clears
-/// them. A warp's.
-__device__ void add_sums(const RowCacheGather& gather, const unsigned (&sums)[kSums]) {
-  RowCacheTotals& totals = *gather.totals;
-  unsigned long long* const all[kSums] = {&totals.selected,
-                                          &totals.resident,
-                                          &totals.fetched,
-                                          &totals.hits,
-                                          &totals.misses,
-                                          &totals.evictions,
-                                          &totals.admissions,
-                                          &totals.prefetched,
-                                          &totals.prefetched_useful,
-                                          &totals.prefetched_wasted};
-  StepFlags& flags = *gather.flags;
-  std::uint64_t* const counters[kSums] = {
-      &flags.rows_selected,         &flags.rows_resident,    &flags.rows_fetched_host,
-      &flags.row_cache_hits,        &flags.row_cache_misses, &flags.row_cache_evictions,
-      &flags.row_cache_admissions,  &flags.rows_prefetched,  &flags.rows_prefetched_useful,
-      &flags.rows_prefetched_wasted};
-  const int lane = static_cast<int>(threadIdx.x % kWarp);
-  unsigned long long* total = nullptr;  // a lane has one of them
-  std::uint64_t* counter = nullptr;
-#pragma unroll
-  for (int i = 0; i < kSums; ++i) {
-    if (lane == i) {
-      total = all[i];
-      counter = counters[i];
-    }
-  }
-  if (total != nullptr && sums[lane] != 0) {
-    atomicAdd(total, static_cast<unsigned long long>(sums[lane]));
-  }
-  __threadfence();  // the additions are seen by the block that sees this one done
-  __syncwarp();
-  unsigned done = 0;
-  if (lane == 0) done = atomicAdd(&totals.blocks_done, 1U);
-  if (__shfl_sync(kAllLanes, done, 0) + 1 != gridDim.x * gridDim.y * gridDim.z) return;
-  __threadfence();
-  if (total != nullptr) cuda::raise(counter, atomicExch(total, 0ULL));
-  if (lane == 0) totals.blocks_done = 0;
-}
-
 /// What the warps with sets hand to the others of the block, and then go on.
 enum class Work : int { kFind = 1, kAdmit = 2 };
 template <Work kWork>
@@ -507,8 +450,8 @@ __global__ void __launch_bounds__(kThreads, kFound == Found::kPlaced ? 2 : 1)
                               const __grid_constant__ RowCacheGather gather) {
   __shared__ Tile tile;
   __shared__ WantedRows wanted[kWarps];
-  __shared__ unsigned sums[kSums];
-  if (threadIdx.x < kSums) sums[threadIdx.x] = 0;
+  __shared__ unsigned sums[cuda::kRowCacheSums];
+  if (threadIdx.x < cuda::kRowCacheSums) sums[threadIdx.x] = 0;
   __syncthreads();  // the sums are zero before any warp adds to them
   const auto head = static_cast<int>(blockIdx.y);
   const auto sequence = static_cast<int>(blockIdx.z);
@@ -530,7 +473,8 @@ __global__ void __launch_bounds__(kThreads, kFound == Found::kPlaced ? 2 : 1)
     if (works) {
       mine.admit_all();
       const unsigned lane = threadIdx.x % kWarp;
-      if (lane < kSums && mine.sum_of_lane() != 0) atomicAdd(&sums[lane], mine.sum_of_lane());
+      if (lane < cuda::kRowCacheSums && mine.sum_of_lane() != 0)
+        atomicAdd(&sums[lane], mine.sum_of_lane());
     }
     hand_in<Work::kAdmit>();
     if (works) mine.copy_ready();
@@ -547,7 +491,7 @@ __global__ void __launch_bounds__(kThreads, kFound == Found::kPlaced ? 2 : 1)
   }
   if constexpr (kFound == Found::kPlaced) cuda::publish_places(geometry, gather, head, sequence);
   wait_for<Work::kAdmit>();
-  if (gather.flags != nullptr) add_sums(gather, sums);
+  if (gather.flags != nullptr) cuda::add_row_cache_sums(*gather.totals, *gather.flags, sums);
 }
 
 template <typename Rows>
