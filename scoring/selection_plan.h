@@ -43,6 +43,9 @@ struct SelectionPlan {
   /// Whether it can attend as well, where it is given `SelectRequest::attend`: the rows must then
   /// lie where `row_address` says, in device memory.
   bool attends = false;
+  /// Most selected tokens of a query with which it can attend through the row cache, where it is
+  /// given `SelectRequest::cached` too; 0: it cannot.
+  int cached_rows = 0;
   /// Whether it selects `transfer::num_to_select` tokens of each query, and its last kernel lets
   /// the next one start only after its own wait (transfer/device/launch_cuda.cuh): that one may
   /// read all but the selection and the queries before it waits for it.

@@ -10,6 +10,7 @@
 #include "transfer/device/device.h"
 #include "transfer/kv/sequence.h"
 #include "transfer/kv/slots.h"
+#include "transfer/row_cache/row_cache.h"
 
 #include <cstdint>
 
@@ -47,6 +48,9 @@ struct SelectRequest {
   /// Where attention over the always-attended tokens and the selection goes, where the plan says
   /// `attends`; or nullptr. Rows are counted as `FlashDecode::attend` does.
   const attention::AttendTargets* attend = nullptr;
+  /// With `attend`, where the plan's `cached_rows` are enough: rows in pages are in host memory and
+  /// read through the row cache, and counted as `gather_cached_rows` does. Or nullptr.
+  const transfer::CachedSequences* cached = nullptr;
 };
 
 /// An int32 tensor `[queries, heads, n]` of ids; the strides count elements.

@@ -17,11 +17,15 @@ bool take_any(transfer::Stream& stream, const Pools& pools, const Fetch& fetch) 
       fetch.layers, [](const LayerState* layer) { return layer->row_cache_frame != nullptr; });
 }
 
+transfer::RowCacheBatch row_caches(const Fetch& fetch) {
+  transfer::RowCacheBatch row_caches;
+  for (const LayerState* layer : fetch.layers) row_caches.push(layer->row_cache);
+  return row_caches;
+}
+
 transfer::RowCacheGather row_cache_gather(const Pools& pools, const Fetch& fetch) {
-  transfer::RowCacheBatch row_cache;
-  for (const LayerState* layer : fetch.layers) row_cache.push(layer->row_cache);
   return {.sequences = fetch.reading.sequences,
-          .row_cache = row_cache,
+          .row_cache = row_caches(fetch),
           .query_batch = fetch.reading.query_batch,
           .selection = fetch.reading.selection,
           .shape = pools.row_cache->shape,
@@ -77,6 +81,15 @@ transfer::RowCachePlaces fetch_rows(transfer::Stream& stream, const Pools& pools
   transfer::gather_rows(stream, pools.kv, reading.sequences, reading.query_batch, reading.selection,
                         pages_on_device, fetch.flags);
   return {};
+}
+
+std::optional<transfer::CachedSequences> cached_sequences(transfer::Stream& stream,
+                                                          const Pools& pools, const Fetch& fetch) {
+  if (!take_any(stream, pools, fetch)) return std::nullopt;
+  return transfer::CachedSequences{.row_cache = row_caches(fetch),
+                                   .shape = pools.row_cache->shape,
+                                   .totals = pools.row_cache->totals.as<transfer::RowCacheTotals>(),
+                                   .factors = pools.frame_factors};
 }
 
 void enqueue_row_prefetch(transfer::Stream& stream, const Pools& pools, const Fetch& fetch) {

@@ -4,8 +4,10 @@
 #include "runtime/sequence/sequence_memory.h"
 #include "transfer/device/device.h"
 #include "transfer/kv/row_checks.h"
+#include "transfer/row_cache/row_cache.h"
 
 #include <cstdint>
+#include <optional>
 #include <span>
 
 /// Which layers of which sessions have cached rows (transfer/row_cache/row_cache.h), and a step's
@@ -36,6 +38,9 @@ struct Fetch {
 /// compared, and nothing stays.
 transfer::RowCachePlaces fetch_rows(transfer::Stream& stream, const Pools& pools,
                                     const Fetch& fetch);
+/// Returns the row cache for a kernel that fetches rows itself; nothing where no layer has one.
+std::optional<transfer::CachedSequences> cached_sequences(transfer::Stream& stream,
+                                                          const Pools& pools, const Fetch& fetch);
 /// Enqueues that the selected rows enter the row cache, those that are not yet and find a slot,
 /// where the layers' pages are all resident.
 void enqueue_row_prefetch(transfer::Stream& stream, const Pools& pools, const Fetch& fetch);

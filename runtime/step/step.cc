@@ -268,12 +268,13 @@ class Step {
   void attend(Launch& launch, bool after_append) {
     const ResolvedOptions& options = launch.options();
     QueriesRead read = read_queries(launch, after_append);
-    if (selection_attends(read)) {
+    const std::optional<transfer::CachedSequences> cached = cached_rows(launch, read);
+    if (cached || selection_attends(read)) {
       Outputs outputs = make_outputs(launch);
       const attention::AttendTargets targets{.softmax_scale = options.softmax_scale,
                                              .logit_softcap = options.logit_softcap,
                                              .outputs = outputs.results};
-      (void)choose(launch, read, &targets);
+      (void)choose(launch, read, &targets, cached ? &*cached : nullptr);
       return finish_attend(launch, read, outputs);
     }
 
@@ -377,16 +378,35 @@ class Step {
     return read;
   }
 
-  /// Whether one kernel selects and attends. Stages that are timed apart run apart.
+  /// Whether one kernel may select and attend. Stages that are timed apart run apart.
+  [[nodiscard]] bool may_fuse() const {
+    return !engine_.pools.pages->has_tiers() && !engine_.config.time_stages;
+  }
+  /// Whether one kernel selects and attends to rows on the device.
   [[nodiscard]] bool selection_attends(const QueriesRead& read) const {
-    return read.plan.attends && !engine_.pools.pages->has_tiers() && !engine_.config.time_stages &&
-           engine_.pools.pages_on_device;
+    return read.plan.attends && may_fuse() && engine_.pools.pages_on_device;
+  }
+  /// The row cache of the launch, where one kernel selects and attends through it.
+  [[nodiscard]] std::optional<transfer::CachedSequences> cached_rows(const Launch& launch,
+                                                                     const QueriesRead& read) {
+    const bool one_each = launch.queries.count == launch.sequences.count;
+    if (read.plan.cached_rows == 0 || !may_fuse() || engine_.pools.pages_on_device ||
+        engine_.kv.row_checks || !one_each || max_selected(launch) > read.plan.cached_rows) {
+      return std::nullopt;
+    }
+    const std::vector<LayerState*> layers = this->layers(launch);
+    return cached_sequences(stream(), engine_.pools,
+                            {.layers = layers,
+                             .reading = row_reading(launch, {}),
+                             .flags = flags(launch),
+                             .capturing = scope_.capturing()});
   }
 
   /// Selects, or takes the caller's ids. Where `attend` is given, the selection's kernel attends
-  /// too.
+  /// too, with `cached` through the row cache.
   transfer::SelectionView choose(const Launch& launch, const QueriesRead& read,
-                                 const attention::AttendTargets* attend = nullptr) {
+                                 const attention::AttendTargets* attend = nullptr,
+                                 const transfer::CachedSequences* cached = nullptr) {
     const Slice& first = launch.slices.front();
     const TensorView& given = first.part->inputs.selected;
     StageTimer timer(scope_, engine_, engine_.statistics.seconds.score);
@@ -394,6 +414,7 @@ class Step {
     transfer::SelectionView selection;
     if (given.empty()) {
       request.attend = attend;
+      request.cached = cached;
       selection = workspace_.selector.select(stream(), request, launch.options().recall_params);
     } else {
       const HostStaging::Slice ids =

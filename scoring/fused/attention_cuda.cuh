@@ -1,7 +1,8 @@
 #pragma once
 
 #include "attention/store_output.cuh"
-#include "attention/warp_attention.cuh"
+#include "scoring/fused/cached_rows_cuda.cuh"
+#include "scoring/fused/rows_cuda.cuh"
 #include "scoring/fused/scores_cuda.cuh"
 #include "scoring/fused/tables_cuda.cuh"
 
@@ -13,14 +14,12 @@
 /// coordinates of all heads.
 namespace kvtier::scoring::cuda {
 
-/// The head dimension that is served.
-using AttendTile = attention::cuda::TileLayout<kAttendDim>;
-
 /// What the kernel that selects needs for attention.
 struct FusedAttention {
   attention::AttendTargets targets;
   int tiles;  ///< In shared memory at a time, kFusedWarps to 2 kFusedWarps; 0: attention is not
               ///< fused.
+  FusedRowCache cache;
 };
 
 /// Dynamic shared memory, once the choice is made; the tiles follow. kHeads: 8 or 16.
@@ -47,87 +46,6 @@ inline std::int64_t __host__ __device__ fused_part_words(int group) {
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
-/// The rows that a group attends, in shared memory.
-struct FusedRows {
-  int resident_begin;
-  int sink_end;    ///< Entries [0, sink_end) are these tokens,
-  int tail_begin;  ///< entries [sink_end, num_static) those from here on,
-  int num_static;  ///< entries [num_static, count) the chosen ones.
-  int count;
-
-  /// One thread; a barrier must follow.
-  __device__ void fill(const FilterArgs& args, int query_index, std::int64_t chosen) {
-    const SelectRequest& request = args.request;
-    const transfer::QueryToken& query = request.query_batch[query_index];
-    const transfer::SequenceCounters& counters = *request.sequences[query.sequence].counters;
-    const transfer::AttendedSpans spans =
-        transfer::attended_spans(request.rule, counters.length, query);
-    resident_begin = static_cast<int>(counters.resident_begin);
-    sink_end = static_cast<int>(spans.sink_end);
-    tail_begin = static_cast<int>(spans.tail_begin);
-    num_static = static_cast<int>(spans.num_static());
-    count = num_static + static_cast<int>(chosen);
-  }
-};
-
-/// Where the blocks of a group post the ids that they have chosen, and biases.
-__device__ inline TaggedWord* posted_ids(const FilterArgs& args, std::int64_t group_index) {
-  return args.filter.fused_ids + 2 * group_index * args.selection.capacity;
-}
-
-/// Where a row is, and what is added to its logits.
-struct FusedRow {
-  const std::byte* address = nullptr;
-  float bias = 0.0F;
-};
-
-/// Finds a row; waits for the block that has chosen it. Divisions are of 32 bits. `biased`: ids are
-/// followed by biases.
-__device__ inline FusedRow row_of(const FusedRows& rows, int entry, const transfer::KvGeometry& kv,
-                                  const transfer::SequenceView& sequence, int kv_head,
-                                  const BlockExchange& peers, const TaggedWord* ids, bool biased) {
-  FusedRow row;
-  int token = entry < rows.sink_end ? entry : entry - rows.sink_end + rows.tail_begin;
-  if (entry >= rows.num_static) {
-    if (biased) {
-      uint2 words[1];
-      peers.fetch<1>(ids + 2 * (entry - rows.num_static), 0, 1, kIdsStage, words);
-      token = static_cast<int>(words[0].x);
-      row.bias = __uint_as_float(words[0].y);
-    } else {
-      token = static_cast<int>(peers.fetch_one(ids + (entry - rows.num_static), kIdsStage));
-    }
-  }
-  constexpr std::int64_t kRowBytes = 4 * kAttendDim;
-  const auto number = static_cast<unsigned>(token);
-  if (token < kv.sink_capacity) {
-    row.address =
-        sequence.sink_rows + (std::int64_t{kv_head} * kv.sink_capacity + token) * kRowBytes;
-  } else if (kv.recent_capacity > 0 && token >= rows.resident_begin) {
-    const unsigned slot = number % static_cast<unsigned>(kv.recent_capacity);
-    row.address =
-        sequence.recent_rows + (std::int64_t{kv_head} * kv.recent_capacity + slot) * kRowBytes;
-  } else {
-    row.address = sequence.pages[kv.page_of(number)] +
-                  (std::int64_t{kv_head} * kv.page_tokens + kv.row_in_page(number)) * kRowBytes;
-  }
-  return row;
-}
-
-/// A warp starts to copy 16 rows to a tile, a vector a lane: row r from the address of lane `first`
-/// + r, zeros where that is null.
-__device__ inline void copy_rows(std::byte* tile, const std::byte* address, int first) {
-  const unsigned lane = threadIdx.x % 32;
-  const unsigned to = transfer::cuda::shared_address(tile) + lane * 16;
-#pragma unroll 4
-  for (int r = 0; r < attention::cuda::kTileRows; ++r) {
-    const auto from =
-        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(address), first + r);
-    transfer::cuda::copy_async_16(to + static_cast<unsigned>(r * AttendTile::kPitch),
-                                  reinterpret_cast<const std::byte*>(from) + lane * 16, from != 0);
-  }
-}
-
 /// Asks for the page addresses that rows of the group may need.
 __device__ inline void prefetch_pages(const FilterArgs& args, int query_index,
                                       std::int64_t tokens) {
@@ -149,12 +67,12 @@ __device__ inline int warps_with(int rows) {
 template <int kHeads>
 using FusedQueryPieces = attention::cuda::StagedQueries<kAttendDim, kHeads / 8, kFusedThreads>;
 
-/// Attends to the block's share of the rows, which `find` finds: leaves states of the
+/// Attends to the block's `count_rows` rows, which `rows` finds and copies: leaves states of the
 /// warps that have tiles in `shared`, and accumulators of warp w in tile w. Ends with a barrier.
-template <typename T, int kHeads, typename Find>
+template <typename T, int kHeads, typename Rows>
 __device__ void attend_share(const FusedAttention& attention,
                              const FusedQueryPieces<kHeads>& staged, DType dtype, int group,
-                             int count_rows, const Find& find, FusedAttentionShared<kHeads>& shared,
+                             int count_rows, const Rows& rows, FusedAttentionShared<kHeads>& shared,
                              std::byte* tiles) {
   constexpr int kRows = attention::cuda::kTileRows;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -175,7 +93,7 @@ __device__ void attend_share(const FusedAttention& attention,
   if constexpr (kQueriesFirst) make_queries();
   attention::cuda::WarpAttention<T, kAttendDim, kHeads / 8> warp_attention;
   warp_attention.clear();
-  FusedRow row;  // Lane r + 16 i has row r of tile i of a pair.
+  typename Rows::Row row;  // Lane r + 16 i has row r of tile i of a pair.
   // Round i starts to copy tile i + stages, and attends to tile i. One loop, so that there is one
   // copy of its code, most of which runs once.
 #pragma unroll 1
@@ -190,6 +108,10 @@ __device__ void attend_share(const FusedAttention& attention,
         transfer::cuda::copy_async_wait<0>();
       }
       __syncwarp();  // the copies of all lanes, and masks
+      if constexpr (Rows::kArriveOtherwise) {
+        rows.settle(tile_of(i), (warp + i * kFusedWarps) * kRows);
+        __syncwarp();  // rows as they are attended
+      }
       warp_attention.attend(queries, tile_of(i), attention.targets.logit_softcap, {});
       __syncwarp();  // no lane reads the tile any more when it is overwritten
     }
@@ -197,7 +119,7 @@ __device__ void attend_share(const FusedAttention& attention,
       const int half = next % 2;
       if (half == 0) {
         const int entry = (warp + (next + lane / 16) * kFusedWarps) * kRows + lane % 16;
-        row = entry < count_rows ? find(entry) : FusedRow{};
+        row = entry < count_rows ? rows.find(entry) : typename Rows::Row{};
         __syncwarp();
       }
       std::byte* const tile = tile_of(next);
@@ -206,7 +128,7 @@ __device__ void attend_share(const FusedAttention& attention,
             row.address != nullptr ? 0xFFFFU : 0U;
         reinterpret_cast<float*>(tile + AttendTile::kBiases)[lane % 16] = row.bias;
       }
-      copy_rows(tile, row.address, half * 16);
+      rows.copy(tile, row, half * 16);
     }
     // A group of copies a round, empty past the end, so that waiting can count groups.
     transfer::cuda::copy_async_commit();
@@ -342,9 +264,10 @@ __device__ inline void count_attended(const FilterArgs& args, const FusedRows& r
                         selected + heads * static_cast<unsigned long long>(rows.num_static));
 }
 
-/// Attends to the always-attended tokens of a group and those that its blocks have chosen. All
-/// threads; begins with a barrier, after which `memory` may not be used for anything else.
-template <typename T, int kHeads>
+/// Attends to the always-attended tokens of a group and those that its blocks have chosen, with
+/// kCached through the row cache. All threads; begins with a barrier, after which `memory` may not
+/// be used for anything else.
+template <typename T, int kHeads, bool kCached>
 __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
                               const FusedAttention& attention, const BlockExchange& peers,
                               const FusedRows& rows, int query_index, int kv_head,
@@ -357,25 +280,29 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
   FusedQueryPieces<kHeads> staged;
   staged.load(item, kv_head * group, group);
   transfer::cuda::copy_async_wait<0>();  // sketches of a query from which nothing is chosen
-  __syncthreads();                       // the memory is free
+  if constexpr (kCached) transfer::cuda::release_to_copies();
+  __syncthreads();  // the memory is free
   // The last block has the fewest rows.
-  if (peers.rank + 1 == peers.blocks && threadIdx.x == kFusedThreads - 1) {
+  if (!kCached && peers.rank + 1 == peers.blocks && threadIdx.x == kFusedThreads - 1) {
     count_attended(args, rows, query_index, kv_head);
   }
   const int blocks = static_cast<int>(peers.blocks);
-  const int each = small_quotient(rows.count + blocks - 1, blocks);
-  const int first = min(static_cast<int>(peers.rank) * each, rows.count);
-  const int own = min(each, rows.count - first);
-  const transfer::SequenceView& sequence =
-      args.request.sequences[args.request.query_batch[query_index].sequence];
   const TaggedWord* const ids = posted_ids(args, group_index);
-  const bool biased = args.selection.bias != nullptr;
-  attend_share<T, kHeads>(
-      attention, staged, item.query.dtype, group, own,
-      [&](int entry) {
-        return row_of(rows, first + entry, kv, sequence, kv_head, peers, ids, biased);
-      },
-      shared, tiles);
+  int own = 0;
+  if constexpr (kCached) {
+    const CachedRows cached(args, attention.cache, peers, rows, query_index, kv_head, ids, tiles,
+                            attention.tiles, own);
+    attend_share<T, kHeads>(attention, staged, item.query.dtype, group, own, cached, shared, tiles);
+  } else {
+    const int each = small_quotient(rows.count + blocks - 1, blocks);
+    const int first = min(static_cast<int>(peers.rank) * each, rows.count);
+    own = min(each, rows.count - first);
+    const RowsInPlace in_place{
+        rows,    first, kv,  args.request.sequences[args.request.query_batch[query_index].sequence],
+        kv_head, peers, ids, args.selection.bias != nullptr};
+    attend_share<T, kHeads>(attention, staged, item.query.dtype, group, own, in_place, shared,
+                            tiles);
+  }
   TaggedWord* const parts =
       args.filter.fused_parts + group_index * kFusedBlocks * fused_part_words(group);
   post_part(group, warps_with(own), peers, parts + peers.rank * fused_part_words(group), shared,
@@ -384,17 +311,17 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
 }
 
 /// `attend_chosen` in the format of the pages. kHeads: 8, or 16 for larger groups.
-template <int kHeads>
+template <int kHeads, bool kCached = false>
 __device__ void attend_query(const FilterArgs& args, const FusedInput& input,
                              const FusedAttention& attention, const BlockExchange& peers,
                              const FusedRows& rows, int query_index, int kv_head,
                              std::int64_t group_index, std::byte* memory) {
   if (args.request.kv.dtype == DType::kFloat16) {
-    attend_chosen<__half, kHeads>(args, input, attention, peers, rows, query_index, kv_head,
-                                  group_index, memory);
+    attend_chosen<__half, kHeads, kCached>(args, input, attention, peers, rows, query_index,
+                                           kv_head, group_index, memory);
   } else {
-    attend_chosen<__nv_bfloat16, kHeads>(args, input, attention, peers, rows, query_index, kv_head,
-                                         group_index, memory);
+    attend_chosen<__nv_bfloat16, kHeads, kCached>(args, input, attention, peers, rows, query_index,
+                                                  kv_head, group_index, memory);
   }
 }
 

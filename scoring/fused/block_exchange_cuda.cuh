@@ -102,6 +102,28 @@ class BlockExchange {
       }
     }
   }
+  /// The same of single words.
+  template <int kMost>
+  __device__ void fetch_words(const TaggedWord* from, int stride, int count, std::uint32_t stage,
+                              std::uint32_t (&values)[kMost]) const {
+    const std::uint32_t tag = tag_ | stage;
+    bool missing = true;
+    while (missing) {
+      missing = false;
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        values[i] = 0;
+        if (i >= count) continue;
+        TaggedWord word = 0;
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
+                     : "=l"(word)
+                     : "l"(__cvta_generic_to_global(from + i * stride))
+                     : "memory");
+        values[i] = static_cast<std::uint32_t>(word);
+        missing |= word >> 32 != tag;
+      }
+    }
+  }
   /// Waits for one word.
   __device__ std::uint32_t fetch_one(const TaggedWord* from, std::uint32_t stage) const {
     TaggedWord word = 0;

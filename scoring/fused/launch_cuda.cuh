@@ -64,16 +64,32 @@ inline FusedInput fused_input(const SelectRequest& request) {
           .after_append = false};
 }
 
+/// Rows that a block which attends through the row cache can list.
+inline int most_listed(int block_bytes, int group) {
+  return rows_listed_in(most_bytes(block_bytes) - fused_attention_bytes(kFusedWarps, group));
+}
+
 /// What a kernel needs for attention that is to have `bytes` of dynamic shared memory, which
 /// grow if that needs more.
 inline FusedAttention fused_attention(const SelectRequest& request, int& bytes) {
   FusedAttention attention{};
   if (request.attend == nullptr) return attention;
   const int group = request.kv.group;
-  bytes = std::max(bytes, fused_attention_bytes(kFusedWarps, group));
+  if (const transfer::CachedSequences* const cached = request.cached; cached != nullptr) {
+    for (int i = 0; i < cached->row_cache.count; ++i) {
+      attention.cache.sequences.push(cached->row_cache[i]);
+    }
+    attention.cache.shape = cached->shape;
+    attention.cache.totals = cached->totals;
+    attention.cache.factors = cached->factors;
+    // A block may have all tokens: they are dealt out by their sets.
+    attention.cache.listed = static_cast<int>(max_per_query(request.params, request.max_length));
+  }
+  const int list_bytes = cached_rows_bytes(attention.cache.listed);
+  bytes = std::max(bytes, fused_attention_bytes(kFusedWarps, group) + list_bytes);
   attention.targets = *request.attend;
-  attention.tiles =
-      std::min((bytes - fused_attention_bytes(0, group)) / AttendTile::kBytes, 2 * kFusedWarps);
+  attention.tiles = std::min(
+      (bytes - list_bytes - fused_attention_bytes(0, group)) / AttendTile::kBytes, 2 * kFusedWarps);
   return attention;
 }
 

@@ -89,7 +89,8 @@ __device__ void score_share(const FilterArgs& args, const FusedShape& shape, con
 // bin, and the numbers of chosen tokens; each waits for all the others' part before it posts the
 // next. Then they attend, if that is wanted. kBounded: with an error target, under which the blocks
 // exchange the numbers of tokens that it selects, and search only where these are more than k.
-template <int kQuads, int kChunks, int kBits, bool kBounded>
+// kCached: attention is through the row cache.
+template <int kQuads, int kChunks, int kBits, bool kBounded, bool kCached>
 __global__ __launch_bounds__(kFusedThreads,
                              1) void select_fused(const __grid_constant__ FilterArgs args,
                                                   const __grid_constant__ FusedInput input,
@@ -147,33 +148,37 @@ __global__ __launch_bounds__(kFusedThreads,
     }
   }
   if (attends) {
-    attend_query<kQuads <= 2 ? 8 : 16>(args, input, attention, peers, rows, query_index, kv_head,
-                                       work.group_index, dynamic);
+    attend_query<kQuads <= 2 ? 8 : 16, kCached>(args, input, attention, peers, rows, query_index,
+                                                kv_head, work.group_index, dynamic);
   }
 #endif
 }
 
 using SelectKernel = void (*)(FilterArgs, FusedInput, FusedAttention, FusedShape);
 
-template <bool kBounded>
+template <bool kBounded, bool kCached>
 SelectKernel fused_kernel(const SelectRequest& request) {
   const int chunks = known_chunks(request);
   const int bits = request.params.weight_bits();
   switch (fused_quads(request.kv.group)) {
     case 4:
-      if (bits > 5 || chunks != 2) return select_fused<4, 0, 8, kBounded>;
-      return bits <= 4 ? select_fused<4, 2, 4, kBounded> : select_fused<4, 2, 5, kBounded>;
+      if (bits > 5 || chunks != 2) return select_fused<4, 0, 8, kBounded, kCached>;
+      return bits <= 4 ? select_fused<4, 2, 4, kBounded, kCached>
+                       : select_fused<4, 2, 5, kBounded, kCached>;
     case 2:
-      if (bits > 5 || chunks != 2) return select_fused<2, 0, 8, kBounded>;
-      return bits <= 4 ? select_fused<2, 2, 4, kBounded> : select_fused<2, 2, 5, kBounded>;
+      if (bits > 5 || chunks != 2) return select_fused<2, 0, 8, kBounded, kCached>;
+      return bits <= 4 ? select_fused<2, 2, 4, kBounded, kCached>
+                       : select_fused<2, 2, 5, kBounded, kCached>;
     default:
       break;
   }
   if (chunks == 2 && bits <= 5) {
-    return bits <= 4 ? select_fused<1, 2, 4, kBounded> : select_fused<1, 2, 5, kBounded>;
+    return bits <= 4 ? select_fused<1, 2, 4, kBounded, kCached>
+                     : select_fused<1, 2, 5, kBounded, kCached>;
   }
-  if (bits > 4) return select_fused<1, 0, 8, kBounded>;
-  return chunks == 1 ? select_fused<1, 1, 4, kBounded> : select_fused<1, 0, 4, kBounded>;
+  if (bits > 4) return select_fused<1, 0, 8, kBounded, kCached>;
+  return chunks == 1 ? select_fused<1, 1, 4, kBounded, kCached>
+                     : select_fused<1, 0, 4, kBounded, kCached>;
 }
 
 /// Whether weights and sums fit the arrays and words that they are exchanged and kept in.
@@ -190,6 +195,12 @@ bool fused_weights_fit(const SelectShape& shape) {
          FusedTables::fits(shape.group, shape.plane_dim,
                            projections_of(params, sign_chunks(params))) &&
          (params.code_bits == 0 || planes % kPairs == 0);
+}
+
+template <bool kCached>
+SelectKernel fused_kernel(const SelectRequest& request) {
+  return request.params.threshold > 0.0F ? fused_kernel<true, kCached>(request)
+                                         : fused_kernel<false, kCached>(request);
 }
 
 FusedLayout layout_of(const SelectionPlan& plan, int group, const ScoreParams& params) {
@@ -245,7 +256,7 @@ void enqueue_fused(cudaStream_t stream, const FilterArgs& args, const SelectionP
   int bytes = plan.bytes;
   const FusedAttention attention = fused_attention(request, bytes);
   const SelectKernel kernel =
-      request.params.threshold > 0.0F ? fused_kernel<true>(request) : fused_kernel<false>(request);
+      request.cached != nullptr ? fused_kernel<true>(request) : fused_kernel<false>(request);
   allow_shape(kernel, most_bytes());
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(request.query_batch.count));

@@ -1,13 +1,22 @@
+#include "scoring/fused/launch_cuda.cuh"
 #include "scoring/plan/paths_cuda.cuh"
 #include "scoring/stream/stream_cuda.h"
 
 namespace kvtier::scoring::cuda {
 namespace {
 
-/// Whether a kernel that selects can attend to rows of this shape on the device.
+/// Whether a kernel that selects can attend to rows of this shape in device memory.
 bool may_attend(const SelectShape& shape) {
-  return shape.head_dim == kAttendDim && !shape.int8_rows &&
-         shape.kv_heads * shape.num_queries <= kAttendedGroups;
+  return shape.head_dim == kAttendDim && shape.kv_heads * shape.num_queries <= kAttendedGroups;
+}
+
+void plan_attention(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
+  if (!may_attend(shape)) return;
+  plan.attends = !shape.int8_rows;
+  const bool two_phases = shape.params.coarse_bits > 0;
+  if (shape.params.estimator == Estimator::kNormAware && !two_phases) {
+    plan.cached_rows = most_listed(device.block_bytes, shape.group);
+  }
 }
 
 }  // namespace
@@ -33,11 +42,11 @@ SelectionPlan plan_selection(const SelectShape& shape, const DeviceLimits& devic
       (plan_fused(shape, device, plan) || plan_soft(shape, device, plan))) {
     plan.reads_queries = true;
     plan.k_known = counts;
-    plan.attends = may_attend(shape);
+    plan_attention(shape, device, plan);
   } else if (may_exchange && stream_serves(shape)) {
     plan_stream(shape, device, plan);
     plan.k_known = counts;
-    plan.attends = shape.group <= kFusedHeads && may_attend(shape);
+    if (shape.group <= kFusedHeads) plan_attention(shape, device, plan);
   } else {
     (void)plan_soft_heads(shape, device, plan);
   }

@@ -507,8 +507,8 @@ __device__ int choose_values(const FilterArgs& args, const FusedWork& work,
 // keys of a window at once; each waits for all the others' part before it posts the next. Then they
 // attend, if that is wanted. Dynamic shared memory: `ChoiceMemory`, in the place of which attention
 // works. kRecall: as many as a recall target says. kTwice: in two phases, of which `args` has the
-// first.
-template <bool kRecall, bool kTwice, typename Kernel>
+// first. kCached: attention is through the row cache.
+template <bool kRecall, bool kTwice, bool kCached, typename Kernel>
 __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
     const __grid_constant__ FilterArgs args, const __grid_constant__ FusedInput input,
     const __grid_constant__ FusedAttention attention, const __grid_constant__ ChoiceShape shape) {
@@ -566,8 +566,8 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
     if (attends && threadIdx.x == 0) rows.count = rows.num_static + chosen;
   }
   if (attends) {
-    attend_query<8>(args, input, attention, peers, rows, query_index, kv_head, work.group_index,
-                    dynamic);
+    attend_query<8, kCached>(args, input, attention, peers, rows, query_index, kv_head,
+                             work.group_index, dynamic);
   }
   if (work.empty() && !attends) return;  // nothing was posted
   __syncthreads();                       // all have posted: this block has read from all
@@ -620,14 +620,24 @@ void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args, const Sc
   int bytes = plan.bytes;
   const FusedInput input = fused_input(request);
   const FusedAttention attention = fused_attention(request, bytes);
-  const auto plain = [](auto made) { return choose_from_stream<false, false, decltype(made)>; };
-  const auto of_recall = [](auto made) { return choose_from_stream<true, false, decltype(made)>; };
-  const auto in_two = [](auto made) { return choose_from_stream<false, true, decltype(made)>; };
+  const auto plain = [](auto made) {
+    return choose_from_stream<false, false, false, decltype(made)>;
+  };
+  const auto cached = [](auto made) {
+    return choose_from_stream<false, false, true, decltype(made)>;
+  };
+  const auto of_recall = [](auto made) {
+    return choose_from_stream<true, false, false, decltype(made)>;
+  };
+  const auto in_two = [](auto made) {
+    return choose_from_stream<false, true, false, decltype(made)>;
+  };
   const auto kernel = args.recall.active  ? visit_recall_shape(request, of_recall)
                       : second != nullptr ? visit_phase_shape(request, in_two)
                       : request.params.estimator == Estimator::kSoftCollision
                           ? visit_collision_shape(request, plain)
-                          : visit_stream_shape(request, plain);
+                      : request.cached != nullptr ? visit_stream_shape(request, cached)
+                                                  : visit_stream_shape(request, plain);
   allow_shape(kernel, bytes);
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(request.query_batch.count));

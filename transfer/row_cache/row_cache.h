@@ -62,6 +62,15 @@ struct RowCacheForget {
 /// Forgets them: needed before other tokens take their place. Enqueued.
 void forget_cached_rows(Stream& stream, const KvGeometry& geometry, const RowCacheForget& forget);
 
+/// What a kernel needs that reads the selected rows of sequences through the row cache itself, and
+/// keeps missing ones, as `gather_cached_rows` does.
+struct CachedSequences {
+  RowCacheBatch row_cache;  ///< One for each sequence, each of which has one query.
+  RowCacheShape shape;
+  RowCacheTotals* totals = nullptr;
+  FrameFactors factors{};  ///< Of int8 rows.
+};
+
 /// One gather of rows in host pages, for the rows of a launch.
 struct RowCacheGather {
   SequenceBatch sequences;

@@ -1,0 +1,433 @@
+#pragma once
+
+#include "scoring/fused/rows_cuda.cuh"
+#include "scoring/fused/scores_cuda.cuh"
+#include "transfer/device/bulk_copy.cuh"
+#include "transfer/kv/int8_cuda.cuh"
+#include "transfer/kv/row_flight_cuda.cuh"
+#include "transfer/row_cache/row_cache_set_cuda.cuh"
+#include "transfer/row_cache/row_cache_sums_cuda.cuh"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+/// Attention through the row cache by the blocks that have chosen a group's tokens. A block has the
+/// chosen tokens of some of the sets, and of the always-attended ones a share, so that it alone
+/// uses these sets: it looks for its rows, gives ways to those that are missing, and copies all of
+/// them to its tiles at once, found ones from their slots, others from pages in host memory. What
+/// has come over the link is written to its slot from the tile.
+namespace kvtier::scoring::cuda {
+
+/// Where cached rows are, by value to kernels.
+struct FusedRowCache {
+  transfer::Batch<transfer::RowCache, kAttendedGroups> sequences;
+  transfer::RowCacheShape shape;
+  transfer::RowCacheTotals* totals = nullptr;
+  transfer::FrameFactors factors;
+  int listed = 0;  ///< Rows that a block has room for; 0: attention is not through the row cache.
+};
+
+/// Dynamic shared memory, behind the tiles. The list of the block's chosen tokens follows:
+/// `tokens[listed]`, `biases[listed]`, `places[listed]`.
+struct CachedRowsShared {
+  transfer::cuda::CopyBarrier arrived;  ///< Of missing rows.
+  std::uint32_t warp_counts[kFusedWarps];
+  unsigned sums[transfer::cuda::kRowCacheSums];
+};
+inline constexpr int kListedBytes = 4 + 4 + 1;
+
+inline int cached_rows_bytes(int listed) {
+  return listed > 0 ? static_cast<int>(sizeof(CachedRowsShared)) + listed * kListedBytes : 0;
+}
+/// Rows that can be listed in so many bytes.
+inline int rows_listed_in(int bytes) {
+  return std::max(bytes - static_cast<int>(sizeof(CachedRowsShared)), 0) / kListedBytes;
+}
+
+#if defined(KVTIER_HAS_CLUSTERS)
+
+/// The block's rows: those listed, then always-attended ones.
+class CachedRows {
+ public:
+  /// Where a row is read, and what is added to its logits.
+  struct Row {
+    const std::byte* address = nullptr;
+    const float* scales = nullptr;  ///< Of int8; null: the row has 16-bit elements.
+    bool in_page = false;           ///< It is in host memory,
+    bool started = false;           ///< and is being copied.
+    float bias = 0.0F;
+  };
+  /// Rows of int8 get 16 bits in the tile; missing ones are kept.
+  static constexpr bool kArriveOtherwise = true;
+
+  /// Looks for the rows, and starts to copy missing ones of int8 to the `num_tiles` tiles, which
+  /// nothing uses any more (`release_to_copies`); `CachedRowsShared` lies behind these. `count`
+  /// receives the number of rows. All threads, after a barrier; ends with one.
+  __device__ CachedRows(const FilterArgs& args, const FusedRowCache& cache,
+                        const BlockExchange& peers, const FusedRows& rows, int query_index,
+                        int kv_head, const TaggedWord* ids, std::byte* tiles, int num_tiles,
+                        int& count)
+      : kv_(args.request.kv),
+        cache_(cache),
+        rows_(rows),
+        sequence_(args.request.sequences[args.request.query_batch[query_index].sequence]),
+        kv_head_(kv_head),
+        tiles_(tiles),
+        num_tiles_(num_tiles),
+        shared_(*reinterpret_cast<CachedRowsShared*>(tiles + num_tiles * AttendTile::kBytes)),
+        tokens_(reinterpret_cast<std::int32_t*>(&shared_ + 1)),
+        biases_(reinterpret_cast<float*>(tokens_ + cache.listed)),
+        places_(reinterpret_cast<std::uint8_t*>(biases_ + cache.listed)) {
+    const transfer::RowCache& of_sequence =
+        cache.sequences[args.request.query_batch[query_index].sequence];
+    const std::int64_t first_set = std::int64_t{kv_head} * cache.shape.num_sets;
+    if (of_sequence.sets != nullptr) {
+      sets_ = of_sequence.sets + first_set;
+      slots_ = of_sequence.slots + first_set * transfer::kSetWays * kRowBytes;
+    }
+    const int blocks = static_cast<int>(peers.blocks);
+    const int rank = static_cast<int>(peers.rank);
+    const int each = small_quotient(cache.shape.num_sets + blocks - 1, blocks);
+    first_set_ = min(rank * each, cache.shape.num_sets);
+    last_set_ = min(first_set_ + each, cache.shape.num_sets);
+    const int of_static = small_quotient(rows.num_static + blocks - 1, blocks);
+    first_static_ = min(rank * of_static, rows.num_static);
+    statics_ = min(of_static, rows.num_static - first_static_);
+    if (threadIdx.x < transfer::cuda::kRowCacheSums) shared_.sums[threadIdx.x] = 0;
+    if (threadIdx.x == 0) {
+      shared_.arrived.init();
+      transfer::cuda::publish_barriers();
+    }
+    prefetch_sets();
+    list_rows(peers, ids, args.selection.bias != nullptr);
+    look_for_all();
+    count_rows(rank == 0 ? rows.count - rows.num_static : 0);
+    __syncthreads();  // places and sums are complete, and all copies have been started
+    if (threadIdx.x == 0) shared_.arrived.arrive();
+    constexpr int kLastWarp = kFusedWarps - 1;  // the one most likely without rows
+    if (threadIdx.x / 32 == kLastWarp && args.request.flags != nullptr) {
+      transfer::cuda::add_row_cache_sums(*cache.totals, *args.request.flags, shared_.sums);
+    }
+    count = listed_ + statics_;
+  }
+
+  [[nodiscard]] __device__ Row find(int entry) const {
+    int token = 0;
+    Row row;
+    if (entry < listed_) {
+      token = tokens_[entry];
+      row.bias = biases_[entry];
+      const Kind kind = kind_of(places_[entry]);
+      if (kind == kInSlot) {
+        row.address = slot_of(token, places_[entry]);
+        return row;
+      }
+      row.started = kind != kInPlace && starts_early(entry);
+    } else {
+      token = static_token(entry);
+    }
+    row.in_page = !is_resident(token);
+    if (!row.in_page || !kv_.int8_pages) {
+      row.address = transfer::row_address(kv_, sequence_, rows_.resident_begin, kv_head_, token);
+      return row;
+    }
+    const transfer::cuda::RowSource source =
+        transfer::cuda::int8_page_source(kv_, sequence_, kv_head_, token);
+    row.address = source.bytes;
+    const float* const on_device = cache_.factors.of_row(kv_, source.bytes);
+    row.scales = on_device != nullptr ? on_device : source.scales;
+    return row;
+  }
+
+  /// A warp starts to copy 16 rows to a tile: row r is that of lane `first` + r, zeros where there
+  /// is none. Asynchronous copies ask the link for whole lines only where these are lines of shared
+  /// memory, too. So rows of int8 lie at `Int8Place`, and others in pages come through registers.
+  __device__ static void copy(std::byte* tile, const Row& row, int first) {
+    const unsigned lane = threadIdx.x % 32;
+    const unsigned base = transfer::cuda::shared_address(tile);
+    const unsigned in_page = __ballot_sync(kFullWarp, row.in_page) >> first;
+    const unsigned started = __ballot_sync(kFullWarp, row.started) >> first;
+    const unsigned narrow = __ballot_sync(kFullWarp, row.scales != nullptr) >> first;
+#pragma unroll 2
+    for (int r = 0; r < attention::cuda::kTileRows; ++r) {
+      const auto from = reinterpret_cast<const std::byte*>(
+          __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(row.address), first + r));
+      const unsigned to = base + static_cast<unsigned>(r * AttendTile::kPitch);
+      if ((narrow >> r & 1U) != 0) {
+        const Int8Place place(to);
+        const float* const scales = transfer::cuda::from_lane(row.scales, first + r);
+        if (lane < kInt8Pieces) {
+          if ((started >> r & 1U) == 0) {
+            transfer::cuda::copy_async_16(place.bytes + lane * 16, from + lane * 16);
+          }
+        } else if (lane == kInt8Pieces) {
+          asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(place.scales),
+                       "l"(__cvta_generic_to_global(scales))
+                       : "memory");
+        }
+      } else if ((in_page >> r & 1U) != 0) {
+        reinterpret_cast<uint4*>(tile + r * AttendTile::kPitch)[lane] =
+            transfer::cuda::load_past_l1(from + lane * 16);
+      } else {
+        transfer::cuda::copy_async_16(to + lane * 16, from + lane * 16, from != nullptr);
+      }
+    }
+  }
+
+  /// Waits for missing rows, gives the rows of a tile 16 bits, and copies those to be kept to their
+  /// slots. Entry `first_entry` is row 0. A warp's.
+  __device__ void settle(std::byte* tile, int first_entry) const {
+    const unsigned lane = threadIdx.x % 32;
+    const int entry = first_entry + static_cast<int>(lane % attention::cuda::kTileRows);
+    const unsigned place = entry < listed_ ? places_[entry] : 0;
+    const Kind kind = kind_of(place);
+    std::byte* const own_slot = kind == kNew ? slot_of(tokens_[entry], place) : nullptr;
+    bool narrow = kind == kNew || kind == kPassing;
+    if (__any_sync(kFullWarp, narrow) != 0 && starts_early(first_entry)) shared_.arrived.wait(0);
+    if (entry >= listed_ && entry < listed_ + statics_) {
+      narrow = !is_resident(static_token(entry));
+    }
+    const unsigned all_narrow = __ballot_sync(kFullWarp, narrow && kv_.int8_pages);
+    const unsigned all_kept = __ballot_sync(kFullWarp, own_slot != nullptr);
+#pragma unroll 1
+    for (unsigned left = (all_narrow | all_kept) & 0xFFFFU; left != 0; left &= left - 1) {
+      const int r = __ffs(static_cast<int>(left)) - 1;
+      std::byte* const row = tile + r * AttendTile::kPitch;
+      auto* const piece = reinterpret_cast<uint4*>(row) + lane;
+      uint4 value;
+      if ((all_narrow >> r & 1U) != 0) {
+        const unsigned row_at = transfer::cuda::shared_address(row);
+        const Int8Place place(row_at);
+        const uint2 bits = reinterpret_cast<const uint2*>(row + (place.bytes - row_at))[lane];
+        const float scale = reinterpret_cast<const float*>(
+            row + (place.scales - row_at))[lane < kInt8Pieces ? 0 : 1];
+        __syncwarp();  // all lanes have read the row
+        value = transfer::cuda::from_int8(bits.x, bits.y, scale);
+        *piece = value;
+      } else {
+        value = *piece;
+      }
+      std::byte* const slot = transfer::cuda::from_lane(own_slot, r);
+      if (slot != nullptr) reinterpret_cast<uint4*>(slot)[lane] = value;
+    }
+  }
+
+ private:
+  enum Kind : unsigned {
+    kInPlace,  ///< In the sink buffer or the ring.
+    kInSlot,   ///< In its way of its set.
+    kNew,      ///< In its page; its way is known.
+    kPassing   ///< In its page, and not kept.
+  };
+  static constexpr unsigned kInt8Pieces = kRowBytes / 32;  ///< Of 16 bytes.
+  /// Where a row of int8 and its factors lie in the place of a row: at the first line of it.
+  struct Int8Place {
+    unsigned bytes;
+    unsigned scales;
+
+    __device__ explicit Int8Place(unsigned row)
+        : bytes((row + kLine - 1) / kLine * kLine), scales(bytes + kInt8Pieces * 16) {}
+    static constexpr unsigned kLine = 128;
+    static_assert(kLine - 16 + kInt8Pieces * 16 + 8 <= AttendTile::kPitch);
+  };
+  static constexpr int kIds = 4;  ///< That a thread looks at together.
+
+  /// Whether a missing row of the list comes as soon as it is known to miss: one of int8 of which
+  /// the tile has a place from the start.
+  [[nodiscard]] __device__ bool starts_early(int entry) const {
+    return kv_.int8_pages && entry < num_tiles_ * attention::cuda::kTileRows;
+  }
+  /// A kind and a way.
+  [[nodiscard]] __device__ static std::uint8_t place_of(Kind kind, int way) {
+    static_assert(transfer::kSetWays * 4 <= 256);
+    return static_cast<std::uint8_t>(kind * transfer::kSetWays + static_cast<unsigned>(way));
+  }
+  [[nodiscard]] __device__ static Kind kind_of(unsigned place) {
+    return static_cast<Kind>(place / transfer::kSetWays);
+  }
+  [[nodiscard]] __device__ int static_token(int entry) const {
+    return rows_.static_token(first_static_ + entry - listed_);
+  }
+  [[nodiscard]] __device__ int set_of(int token) const {
+    return transfer::row_cache_set(token, cache_.shape.num_sets);
+  }
+  [[nodiscard]] __device__ std::byte* slot_of(int token, unsigned place) const {
+    const auto way = static_cast<std::int64_t>(place % transfer::kSetWays);
+    return slots_ + (std::int64_t{set_of(token)} * transfer::kSetWays + way) * kRowBytes;
+  }
+  [[nodiscard]] __device__ bool is_resident(int token) const {
+    return transfer::row_is_resident(kv_, rows_.resident_begin, token);
+  }
+  __device__ void add(transfer::cuda::RowCacheSum which, int n) {
+    if (threadIdx.x % 32 == which) sum_ += static_cast<unsigned>(n);
+  }
+
+  /// Asks for the block's sets, which are needed once its tokens are known.
+  __device__ void prefetch_sets() const {
+    if (sets_ == nullptr) return;
+    const auto* const from = reinterpret_cast<const std::byte*>(sets_ + first_set_);
+    const int bytes = (last_set_ - first_set_) * static_cast<int>(sizeof(transfer::RowCacheSet));
+    for (int at = static_cast<int>(threadIdx.x) * 128; at < bytes; at += kFusedThreads * 128) {
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(from + at)));
+    }
+  }
+
+  /// Lists the chosen tokens of the block's sets, in the order of the selection. Waits for the
+  /// blocks that have chosen them. Ends with a barrier.
+  __device__ void list_rows(const BlockExchange& peers, const TaggedWord* ids, bool biased) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int chosen = rows_.count - rows_.num_static;
+#pragma unroll 1
+    for (int base = 0; base < chosen; base += kFusedThreads * kIds) {
+      const int first = base + warp * 32 * kIds + lane;
+      const int valid = min(max(chosen - first + 31, 0) / 32, kIds);
+      uint2 words[kIds];
+      if (biased) {
+        peers.fetch<kIds>(ids + 2 * first, 64, valid, kIdsStage, words);
+      } else {
+        std::uint32_t tokens[kIds];
+        peers.fetch_words<kIds>(ids + first, 32, valid, kIdsStage, tokens);
+#pragma unroll
+        for (int j = 0; j < kIds; ++j) words[j] = {tokens[j], 0};
+      }
+      unsigned votes[kIds];
+      unsigned mine = 0;
+#pragma unroll
+      for (int j = 0; j < kIds; ++j) {
+        const int set = set_of(static_cast<int>(words[j].x));
+        votes[j] = __ballot_sync(kFullWarp, j < valid && first_set_ <= set && set < last_set_);
+        mine += __popc(votes[j]);
+      }
+      if (base > 0) __syncthreads();  // the counts of the round before are read
+      if (lane == 0) shared_.warp_counts[warp] = mine;
+      __syncthreads();  // the counts of all warps are there
+      const unsigned count = lane < kFusedWarps ? shared_.warp_counts[lane] : 0;
+      unsigned at =
+          static_cast<unsigned>(listed_) + __reduce_add_sync(kFullWarp, lane < warp ? count : 0);
+      listed_ += static_cast<int>(__reduce_add_sync(kFullWarp, count));
+#pragma unroll
+      for (int j = 0; j < kIds; ++j) {
+        if ((votes[j] >> lane & 1U) != 0) {
+          const unsigned to = at + __popc(votes[j] & ((1U << lane) - 1));
+          tokens_[to] = static_cast<std::int32_t>(words[j].x);
+          biases_[to] = __uint_as_float(words[j].y);
+        }
+        at += __popc(votes[j]);
+      }
+    }
+    __syncthreads();  // the list is complete
+  }
+
+  __device__ void look_for_all() {
+    for (int set = first_set_ + static_cast<int>(threadIdx.x) / 32; set < last_set_;
+         set += kFusedWarps) {
+      look_in(set);
+    }
+  }
+
+  /// Looks for the listed rows of a set, and gives ways to missing ones. A warp's.
+  __device__ void look_in(int set) {
+    using namespace transfer::cuda;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const auto heads = static_cast<std::uint32_t>(kv_.group);
+    WarpSet open(sets_ == nullptr ? nullptr : sets_ + set, cache_.shape.policy, false);
+    int missing_entry = 0;  // lane i: the i-th of those that may be kept
+    int num_missing = 0;
+#pragma unroll 1
+    for (int base = 0; base < listed_; base += 32) {
+      const int entry = base + lane;
+      const int token = entry < listed_ ? tokens_[entry] : 0;
+      const bool mine = entry < listed_ && set_of(token) == set;
+      if (__any_sync(kFullWarp, mine) == 0) continue;
+      const bool in_page = mine && !is_resident(token);
+      int way = -1;
+      for (unsigned left = __ballot_sync(kFullWarp, in_page); left != 0; left &= left - 1) {
+        const int of = __ffs(static_cast<int>(left)) - 1;
+        const int found = open.find(__shfl_sync(kFullWarp, token, of), heads);
+        if (of == lane) way = found;
+      }
+      const unsigned missing = __ballot_sync(kFullWarp, in_page && way < 0);
+      for (unsigned left = missing; left != 0 && num_missing < transfer::kSetWays;
+           left &= left - 1) {
+        if (lane == num_missing) missing_entry = base + __ffs(static_cast<int>(left)) - 1;
+        ++num_missing;
+      }
+      if (in_page && way < 0 && starts_early(entry)) start(entry, token);
+      const int hits = __popc(__ballot_sync(kFullWarp, way >= 0));
+      const int resident = __popc(__ballot_sync(kFullWarp, mine && !in_page));
+      add(kHits, hits);
+      add(kResident, hits + resident);
+      add(kFetched, __popc(missing));
+      if (sets_ != nullptr) add(kMisses, __popc(missing));
+      if (mine) {
+        places_[entry] = place_of(!in_page ? kInPlace : way < 0 ? kPassing : kInSlot, max(way, 0));
+      }
+    }
+    if (sets_ == nullptr) return;
+    __syncwarp();  // the rows as they were found
+    add(kPrefetchedUseful, open.count_uses());
+    for (int i = 0; i < num_missing; ++i) {
+      const int entry = __shfl_sync(kFullWarp, missing_entry, i);
+      bool evicts = false;
+      const int way = open.admit(tokens_[entry], heads, evicts);
+      if (way < 0) break;  // nor is there one for the others
+      if (lane == 0) places_[entry] = place_of(kNew, way);
+      add(kAdmissions, 1);
+      if (evicts) add(kEvictions, 1);
+    }
+    add(kPrefetchedWasted, open.num_wasted());
+    open.close();
+  }
+
+  /// A lane starts to copy a missing row to its place.
+  __device__ void start(int entry, int token) {
+    constexpr int kRows = attention::cuda::kTileRows;
+    const int place = entry / kRows * AttendTile::kBytes + entry % kRows * AttendTile::kPitch;
+    const auto source = transfer::cuda::int8_page_source(kv_, sequence_, kv_head_, token);
+    const unsigned to = transfer::cuda::shared_address(tiles_) + static_cast<unsigned>(place);
+    shared_.arrived.start_piece(Int8Place(to).bytes, source.bytes, kRowBytes / 2);
+  }
+
+  /// Adds the block's always-attended rows and what its warps have counted, and `selected` tokens.
+  __device__ void count_rows(int selected) {
+    using namespace transfer::cuda;
+    int resident = 0;
+    int all = 0;
+    for (int i = static_cast<int>(threadIdx.x); i < statics_; i += kFusedThreads) {
+      ++all;
+      resident += is_resident(rows_.static_token(first_static_ + i)) ? 1 : 0;
+    }
+    resident = __reduce_add_sync(kFullWarp, resident);
+    add(kResident, resident);
+    add(kFetched, __reduce_add_sync(kFullWarp, all) - resident);
+    if (threadIdx.x < 32) add(kSelected, selected);
+    const unsigned lane = threadIdx.x % 32;
+    if (lane < kRowCacheSums && sum_ != 0) atomicAdd(&shared_.sums[lane], sum_);
+  }
+
+  const transfer::KvGeometry& kv_;
+  const FusedRowCache& cache_;
+  const FusedRows& rows_;
+  const transfer::SequenceView& sequence_;
+  int kv_head_;
+  std::byte* tiles_;
+  int num_tiles_;
+  CachedRowsShared& shared_;
+  std::int32_t* tokens_;
+  float* biases_;
+  std::uint8_t* places_;
+  transfer::RowCacheSet* sets_ = nullptr;  ///< Of the sequence and KV head; null: none.
+  std::byte* slots_ = nullptr;
+  int first_set_ = 0;
+  int last_set_ = 0;
+  int first_static_ = 0;
+  int statics_ = 0;
+  int listed_ = 0;
+  unsigned sum_ = 0;  ///< Of which this lane has the number.
+};
+
+#endif
+
+}  // namespace kvtier::scoring::cuda

@@ -1,0 +1,212 @@
+#include "runtime/spill_fixture.h"
+
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+/// Steps of which one kernel selects and attends through the row cache, against the same steps by a
+/// kernel for each stage, which rows are staged for.
+namespace kvtier::testing {
+namespace {
+
+struct CachedCase {
+  std::string name;
+  int query_heads = 8;
+  int kv_heads = 2;
+  RetrievalConfig retrieval;
+  std::vector<std::int64_t> lengths{3000};
+  DType dtype = DType::kBFloat16;
+  PageFormat format = PageFormat::kModel;
+  int cached_rows = 512;
+  RowCachePolicy policy = RowCachePolicy::kScore;
+  std::size_t budget = 64 * MiB;
+};
+
+std::ostream& operator<<(std::ostream& out, const CachedCase& c) { return out << c.name; }
+
+RetrievalConfig usual(int top_k) {
+  RetrievalConfig retrieval;
+  retrieval.rule = SelectionRule::kPriority;
+  retrieval.code = SketchCode::kScalar;
+  retrieval.top_k = top_k;
+  retrieval.sparsity = 0.0;
+  retrieval.sink_tokens = 20;
+  retrieval.recent_tokens = 130;
+  return retrieval;
+}
+
+RetrievalConfig signs(int top_k) {
+  RetrievalConfig retrieval = usual(top_k);
+  retrieval.rule = SelectionRule::kTopK;
+  retrieval.code = SketchCode::kSign;
+  return retrieval;
+}
+
+/// Weights of 8 bits are not served on chip, but by a stream of keys.
+RetrievalConfig streamed(RetrievalConfig retrieval) {
+  retrieval.query_bits = 8;
+  return retrieval;
+}
+
+RetrievalConfig with_error(RetrievalConfig retrieval) {
+  retrieval.error_target = 0.1F;
+  return retrieval;
+}
+
+RetrievalConfig with_sparsity(RetrievalConfig retrieval) {
+  retrieval.sparsity = 7.0;
+  return retrieval;
+}
+
+std::vector<CachedCase> cases() {
+  const std::vector<std::int64_t> ragged{3000, 100, 5200, 1};
+  return {
+      {.name = "OnChip", .retrieval = usual(300)},
+      {.name = "OnChipInt8", .retrieval = usual(300), .format = PageFormat::kInt8},
+      {.name = "OnChipHalf", .retrieval = signs(300), .dtype = DType::kFloat16},
+      {.name = "OnChipErrorTarget", .retrieval = with_error(usual(300))},
+      {.name = "OnChipWideGroup", .query_heads = 16, .kv_heads = 1, .retrieval = usual(300)},
+      {.name = "Stream", .retrieval = streamed(usual(300))},
+      {.name = "StreamInt8", .retrieval = streamed(usual(300)), .format = PageFormat::kInt8},
+      {.name = "StreamSigns", .retrieval = streamed(signs(300))},
+      {.name = "StreamErrorTarget", .retrieval = with_error(streamed(usual(300)))},
+      {.name = "StreamSparsity",
+       .retrieval = with_sparsity(streamed(usual(1))),
+       .lengths = {6000},
+       .format = PageFormat::kInt8},
+      {.name = "Ragged", .retrieval = usual(200), .lengths = ragged},
+      {.name = "RaggedStream",
+       .retrieval = streamed(usual(200)),
+       .lengths = ragged,
+       .format = PageFormat::kInt8},
+      {.name = "Clock", .retrieval = usual(300), .policy = RowCachePolicy::kClock},
+      {.name = "LeastRecentlyUsed", .retrieval = usual(300), .policy = RowCachePolicy::kLru},
+      // Fewer sets than blocks, with more rows of a set than it has ways.
+      {.name = "FewSets", .retrieval = usual(300), .cached_rows = 64},
+      {.name = "OneSet", .retrieval = streamed(signs(300)), .cached_rows = 32},
+      {.name = "ManySets", .retrieval = usual(300), .cached_rows = 4096},
+      // One of the sequences has a row cache.
+      {.name = "NotForAll",
+       .retrieval = usual(300),
+       .lengths = {3000, 3000},
+       .budget = 2 * 512 * 512 + 64 * 1024},
+      {.name = "AllSelected", .retrieval = usual(4000), .lengths = {3000}, .cached_rows = 4096},
+  };
+}
+
+class CachedAttentionTest : public ::testing::TestWithParam<CachedCase> {
+ protected:
+  void SetUp() override {
+    if (const auto why = why_unusable(Backend::kCuda)) GTEST_SKIP() << *why;
+  }
+
+  static Config config_of(const CachedCase& c, bool apart) {
+    Config config = small_config(Backend::kCuda);
+    config.model.query_heads = c.query_heads;
+    config.model.kv_heads = c.kv_heads;
+    config.model.head_dim = 128;
+    config.model.kv_dtype = c.dtype;
+    config.memory.device_bytes = 400 * MiB;
+    config.memory.host_bytes = 128 * MiB;
+    config.memory.max_session_tokens = 8192;
+    config.memory.page_format = c.format;
+    config.memory.row_cache_rows = c.cached_rows;
+    config.memory.row_cache_bytes = c.budget;
+    config.memory.row_cache_policy = c.policy;
+    config.retrieval = c.retrieval;
+    config.time_stages = apart;  // stages that are timed are kernels of their own
+    return config;
+  }
+
+  /// An engine, and a session per length.
+  struct Run {
+    Run(const CachedCase& c, bool apart) : engine(config_of(c, apart)) {
+      for (const std::int64_t length : c.lengths) {
+        const std::uint64_t seed = 5 + 2 * sessions.size();
+        sessions.push_back(engine.open());
+        sessions.back().append(
+            0, HostTensor::random(length, c.kv_heads, 128, c.dtype, seed).view(),
+            HostTensor::random(length, c.kv_heads, 128, c.dtype, seed + 1).view());
+      }
+    }
+    /// A token of all sessions, with queries that turn slowly, so that steps share tokens.
+    std::vector<CallTensors> step(const CachedCase& c, std::uint64_t seed) {
+      std::vector<CallTensors> calls;
+      for (std::size_t i = 0; i < sessions.size(); ++i) {
+        calls.emplace_back(engine.config().model, 1, 1000 * seed + i, c.dtype, 8192);
+        calls.back().query =
+            HostTensor::random(1, c.query_heads, 128, c.dtype, 100 * (seed / 4) + i);
+      }
+      std::vector<BatchItem> items = batch_of(sessions, calls);
+      // Ids are wanted by calls alone.
+      if (items.size() == 1) items.front().outputs = calls.front().outputs(true);
+      engine.decode(0, items);
+      return calls;
+    }
+
+    Engine engine;
+    std::vector<Session> sessions;
+  };
+
+  static void expect_same_counts(const Run& one, const Run& apart) {
+    const Stats::Cumulative a = one.engine.stats().cumulative;
+    const Stats::Cumulative b = apart.engine.stats().cumulative;
+    EXPECT_EQ(a.rows_selected, b.rows_selected);
+    EXPECT_EQ(a.rows_attended, b.rows_attended);
+    EXPECT_EQ(a.row_cache_hits, b.row_cache_hits);
+    EXPECT_EQ(a.row_cache_misses, b.row_cache_misses);
+    EXPECT_EQ(a.row_cache_admissions, b.row_cache_admissions);
+    EXPECT_EQ(a.row_cache_evictions, b.row_cache_evictions);
+    EXPECT_EQ(a.rows_prefetched_useful, b.rows_prefetched_useful);
+    EXPECT_EQ(a.rows_prefetched_wasted, b.rows_prefetched_wasted);
+    EXPECT_EQ(a.bytes_host_to_device, b.bytes_host_to_device);
+    EXPECT_EQ(a.bytes_device_resident, b.bytes_device_resident);
+  }
+};
+
+TEST_P(CachedAttentionTest, GivesWhatStagedRowsGive) {
+  Run one(GetParam(), false), apart(GetParam(), true);
+  for (std::uint64_t seed = 8; seed < 32; ++seed) {
+    const std::vector<CallTensors> a = one.step(GetParam(), seed);
+    const std::vector<CallTensors> b = apart.step(GetParam(), seed);
+    for (std::size_t i = 0; i < a.size(); ++i) {
+      ASSERT_TRUE(near_results(a[i], b[i])) << "sequence " << i << ", step " << seed;
+    }
+    expect_same_counts(one, apart);
+  }
+  EXPECT_GT(one.engine.stats().cumulative.row_cache_hits, 0U);
+}
+
+TEST_P(CachedAttentionTest, ServesNoRowOfATokenThatIsGone) {
+  Run one(GetParam(), false), apart(GetParam(), true);
+  std::uint64_t seed = 8;
+  for (int round = 0; round < 3; ++round) {
+    for (Run* run : {&one, &apart}) {
+      for (Session& session : run->sessions) {
+        const CallTensors call(run->engine.config().model, 700, seed, GetParam().dtype, 1);
+        const HostTensor query =
+            HostTensor::random(1, GetParam().query_heads, 128, GetParam().dtype, seed);
+        if (session.length(0) > 2000) session.truncate(session.length(0) - 900);
+        session.append(0, call.key.view(), call.value.view());
+        session.prefetch(0, query.view());
+      }
+    }
+    for (int i = 0; i < 5; ++i, ++seed) {
+      const std::vector<CallTensors> a = one.step(GetParam(), seed);
+      const std::vector<CallTensors> b = apart.step(GetParam(), seed);
+      for (std::size_t s = 0; s < a.size(); ++s) {
+        ASSERT_TRUE(near_results(a[s], b[s])) << "sequence " << s << ", step " << seed;
+      }
+    }
+  }
+  expect_same_counts(one, apart);
+}
+
+INSTANTIATE_TEST_SUITE_P(Paths, CachedAttentionTest, ::testing::ValuesIn(cases()),
+                         [](const auto& path) { return path.param.name; });
+
+}  // namespace
+}  // namespace kvtier::testing
