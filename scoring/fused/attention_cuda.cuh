@@ -19,6 +19,7 @@ struct FusedAttention {
   attention::AttendTargets targets;
   int tiles;  ///< In shared memory at a time, kFusedWarps to 2 kFusedWarps; 0: attention is not
               ///< fused.
+  std::int64_t id_stride;  ///< Ids that a (query, KV head) has room for, where they are posted.
   FusedRowCache cache;
 };
 
@@ -42,6 +43,18 @@ inline int fused_attention_bytes(int tiles, int group) {
 /// Words of a block's part: `[heads][kAttendDim]` of the accumulators, then `[heads][2]` of states.
 inline std::int64_t __host__ __device__ fused_part_words(int group) {
   return std::int64_t{group} * (kAttendDim + 2);
+}
+
+/// The first part of a (query, KV head), the same in every launch. Where there are more than
+/// 2^n of these, each has at most kFusedParts / 2^n blocks.
+inline std::int64_t __host__ __device__ first_part(std::int64_t group_index) {
+  constexpr int kOctave = 4;
+  constexpr std::int64_t kFirst = 1 << kOctave;
+  if (group_index < kFirst) return group_index * kFusedBlocks;
+  int octave = kOctave;
+  while (group_index >> (octave + 1) != 0) ++octave;
+  return kFirst * kFusedBlocks + (octave - kOctave) * kFusedParts +
+         (group_index - (std::int64_t{1} << octave)) * (kFusedParts >> octave);
 }
 
 #if defined(KVTIER_HAS_CLUSTERS)
@@ -287,7 +300,7 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
     count_attended(args, rows, query_index, kv_head);
   }
   const int blocks = static_cast<int>(peers.blocks);
-  const TaggedWord* const ids = posted_ids(args, group_index);
+  const TaggedWord* const ids = posted_ids(args, group_index, attention.id_stride);
   int own = 0;
   if constexpr (kCached) {
     const CachedRows cached(args, attention.cache, peers, rows, query_index, kv_head, ids, tiles,
@@ -304,7 +317,7 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
                             tiles);
   }
   TaggedWord* const parts =
-      args.filter.fused_parts + group_index * kFusedBlocks * fused_part_words(group);
+      args.filter.fused_parts + first_part(group_index) * fused_part_words(group);
   post_part(group, warps_with(own), peers, parts + peers.rank * fused_part_words(group), shared,
             tiles);
   merge_share(attention.targets.outputs[query_index], group, kv_head, peers, parts);

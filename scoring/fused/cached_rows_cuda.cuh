@@ -21,7 +21,7 @@ namespace kvtier::scoring::cuda {
 
 /// Where cached rows are, by value to kernels.
 struct FusedRowCache {
-  transfer::Batch<transfer::RowCache, kAttendedGroups> sequences;
+  transfer::RowCacheBatch sequences;
   transfer::RowCacheShape shape;
   transfer::RowCacheTotals* totals = nullptr;
   transfer::FrameFactors factors;

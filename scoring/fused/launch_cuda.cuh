@@ -66,19 +66,25 @@ inline FusedInput fused_input(const SelectRequest& request) {
 
 /// Rows that a block which attends through the row cache can list.
 inline int most_listed(int block_bytes, int group) {
-  return rows_listed_in(most_bytes(block_bytes) - fused_attention_bytes(kFusedWarps, group));
+  const int room =
+      rows_listed_in(most_bytes(block_bytes) - fused_attention_bytes(kFusedWarps, group));
+  return std::min(room, static_cast<int>(kMostCachedRows));
 }
 
 /// What a kernel needs for attention that is to have `bytes` of dynamic shared memory, which
 /// grow if that needs more.
-inline FusedAttention fused_attention(const SelectRequest& request, int& bytes) {
+inline FusedAttention fused_attention(const FilterArgs& args, int& bytes) {
+  const SelectRequest& request = args.request;
   FusedAttention attention{};
   if (request.attend == nullptr) return attention;
   const int group = request.kv.group;
+  // Always the same in an engine: what an earlier launch has posted for another (query, KV head)
+  // may have the tag that this one expects.
+  attention.id_stride = request.cached != nullptr
+                            ? std::min(args.selection.capacity, kMostCachedRows)
+                            : args.selection.capacity;
   if (const transfer::CachedSequences* const cached = request.cached; cached != nullptr) {
-    for (int i = 0; i < cached->row_cache.count; ++i) {
-      attention.cache.sequences.push(cached->row_cache[i]);
-    }
+    attention.cache.sequences = cached->row_cache;
     attention.cache.shape = cached->shape;
     attention.cache.totals = cached->totals;
     attention.cache.factors = cached->factors;

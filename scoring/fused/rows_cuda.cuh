@@ -43,8 +43,9 @@ struct FusedRows {
 };
 
 /// Where the blocks of a group post the ids that they have chosen, and biases.
-__device__ inline TaggedWord* posted_ids(const FilterArgs& args, std::int64_t group_index) {
-  return args.filter.fused_ids + 2 * group_index * args.selection.capacity;
+__device__ inline TaggedWord* posted_ids(const FilterArgs& args, std::int64_t group_index,
+                                         std::int64_t stride) {
+  return args.filter.fused_ids + 2 * group_index * stride;
 }
 
 /// Where a row is, and what is added to its logits.

@@ -134,7 +134,8 @@ __global__ __launch_bounds__(kFusedThreads,
     const std::uint32_t least_key = kBounded ? least_key_of(params, group) : 0;
     const unsigned counted =
         write_keys<kQuads, kBounded>(params, work, scores, least_key, shared, keys);
-    TaggedWord* const posted = attends ? posted_ids(args, work.group_index) : nullptr;
+    TaggedWord* const posted =
+        attends ? posted_ids(args, work.group_index, attention.id_stride) : nullptr;
     auto& exchange = *reinterpret_cast<FusedExchange*>(after_keys);
     if constexpr (kBounded) {
       FusedCut cut;
@@ -235,7 +236,12 @@ std::size_t mailboxes_bytes(std::int64_t groups) {
 }
 
 std::int64_t fused_parts_words(std::int64_t groups, int group) {
-  return std::min(groups, kAttendedGroups) * kFusedBlocks * fused_part_words(group);
+  return first_part(std::min(groups, kCachedGroups)) * fused_part_words(group);
+}
+
+std::int64_t fused_ids_words(std::int64_t groups, std::int64_t max_selected) {
+  return 2 * std::max(std::min(groups, kAttendedGroups) * max_selected,
+                      std::min(groups, kCachedGroups) * std::min(max_selected, kMostCachedRows));
 }
 
 bool plan_fused(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
@@ -254,7 +260,7 @@ void enqueue_fused(cudaStream_t stream, const FilterArgs& args, const SelectionP
   const SelectRequest& request = args.request;
   const FusedInput input = fused_input(request);
   int bytes = plan.bytes;
-  const FusedAttention attention = fused_attention(request, bytes);
+  const FusedAttention attention = fused_attention(args, bytes);
   const SelectKernel kernel =
       request.cached != nullptr ? fused_kernel<true>(request) : fused_kernel<false>(request);
   allow_shape(kernel, most_bytes());

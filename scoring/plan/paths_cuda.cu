@@ -5,16 +5,14 @@
 namespace kvtier::scoring::cuda {
 namespace {
 
-/// Whether a kernel that selects can attend to rows of this shape in device memory.
-bool may_attend(const SelectShape& shape) {
-  return shape.head_dim == kAttendDim && shape.kv_heads * shape.num_queries <= kAttendedGroups;
-}
-
+/// Whether the kernel that selects can attend to rows of this shape, in device memory and through
+/// the row cache.
 void plan_attention(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
-  if (!may_attend(shape)) return;
-  plan.attends = !shape.int8_rows;
+  const std::int64_t groups = std::int64_t{shape.kv_heads} * shape.num_queries;
+  if (shape.head_dim != kAttendDim || groups * plan.blocks > kFusedParts) return;
+  plan.attends = !shape.int8_rows && groups <= kAttendedGroups;
   const bool two_phases = shape.params.coarse_bits > 0;
-  if (shape.params.estimator == Estimator::kNormAware && !two_phases) {
+  if (shape.params.estimator == Estimator::kNormAware && !two_phases && groups <= kCachedGroups) {
     plan.cached_rows = most_listed(device.block_bytes, shape.group);
   }
 }

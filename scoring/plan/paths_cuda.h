@@ -21,11 +21,17 @@ struct FilterArgs;
 /// Words that the blocks of a selection which attends post with their parts, of groups
 /// of query heads, too.
 [[nodiscard]] std::int64_t fused_parts_words(std::int64_t groups, int group);
+/// Words of the ids that such blocks post, of `max_selected` for each (query, KV head) at most.
+[[nodiscard]] std::int64_t fused_ids_words(std::int64_t groups, std::int64_t max_selected);
 /// head_dim of such a selection.
 inline constexpr int kAttendDim = 128;
 /// Most (query, KV head) pairs of such a selection: more are balanced better by a kernel that
 /// shares out all of their rows.
 inline constexpr std::int64_t kAttendedGroups = 16;
+/// The same through the row cache, where the link takes longer than an uneven share.
+inline constexpr std::int64_t kCachedGroups = 128;
+/// Most tokens that a query selects for that.
+inline constexpr std::int64_t kMostCachedRows = 8192;
 /// Most query heads of a KV head that the stream of keys attends, or has recall targets of.
 inline constexpr int kFusedHeads = 8;
 /// Most blocks that choose the tokens of one (query, KV head) together, and wait for one another.

@@ -161,7 +161,7 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
   place_bytes(scratch.filter.mailboxes, mailboxes_bytes(groups));
   const int group = limits.query_heads / limits.kv_heads;
   place(scratch.filter.fused_parts, fused_parts_words(groups, group));
-  place(scratch.filter.fused_ids, 2 * std::min(groups, kAttendedGroups) * limits.max_selected);
+  place(scratch.filter.fused_ids, fused_ids_words(groups, limits.max_selected));
   if (zeroed != nullptr) *zeroed = arena.bytes();
   place(scratch.plans, num_queries);
   place(scratch.states, sets);

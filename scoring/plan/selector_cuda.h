@@ -59,7 +59,7 @@ struct StreamGroup;
 struct FilterScratch {
   std::uint32_t* masses;       // [queries][kv_heads][max_tokens] of tokens of a recall target
   Mailbox* mailboxes;          // [queries][kv_heads], zero at first (fused/block_exchange_cuda.cuh)
-  std::uint64_t* fused_parts;  // [queries][kv_heads][blocks][words of a part], zero at first
+  std::uint64_t* fused_parts;  // [first_part(groups)][words of a part], zero at first
   std::uint64_t* fused_ids;    // [queries][kv_heads][max_selected][2], zero at first
   float2* fused_sums;  // [queries][kv_heads][parts][group] parts of normalisers, as maximum and sum
   // Of a selection by a stream of keys (stream/stream_cuda.cuh):

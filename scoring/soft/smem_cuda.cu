@@ -214,7 +214,8 @@ __global__ __launch_bounds__(kFusedThreads + kAppendRoom, 1) void select_collisi
     score_tokens<kHeads>(args, work, reader, pairs, values, warp_sums);
     exchange_totals<kHeads>(args, work, peers, warp_sums, shared);
     write_keys<kHeads>(work, args.request.kv.group, values, shared, keys);
-    TaggedWord* const posted = kAttends ? posted_ids(args, work.group_index) : nullptr;
+    TaggedWord* const posted =
+        kAttends ? posted_ids(args, work.group_index, attention.id_stride) : nullptr;
     choose_best<ValueBins>(args, work, peers, keys, posted,
                            *reinterpret_cast<ChoiceExchange*>(pairs), shared);
   }
@@ -271,7 +272,7 @@ void enqueue_soft(cudaStream_t stream, const FilterArgs& args, const SelectionPl
                                                               : select_kernel<kPairHeads>(attends);
   const FusedInput input = fused_input(request);
   int bytes = plan.bytes;
-  const FusedAttention attention = fused_attention(request, bytes);
+  const FusedAttention attention = fused_attention(args, bytes);
   allow_shape(kernel, most_bytes());
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(request.query_batch.count));

@@ -548,7 +548,8 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
     prefetch_pages(args, query_index, work.plan.end);
   }
   if (!work.empty()) {  // as all of the group
-    TaggedWord* const posted = attends ? posted_ids(args, work.group_index) : nullptr;
+    TaggedWord* const posted =
+        attends ? posted_ids(args, work.group_index, attention.id_stride) : nullptr;
     auto& memory = *reinterpret_cast<ChoiceMemory*>(dynamic);
     RecallShared* recall = nullptr;
     if constexpr (kRecall) {
@@ -619,7 +620,7 @@ void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args, const Sc
   const SelectRequest& request = args.request;
   int bytes = plan.bytes;
   const FusedInput input = fused_input(request);
-  const FusedAttention attention = fused_attention(request, bytes);
+  const FusedAttention attention = fused_attention(args, bytes);
   const auto plain = [](auto made) {
     return choose_from_stream<false, false, false, decltype(made)>;
   };

@@ -63,6 +63,9 @@ RetrievalConfig with_sparsity(RetrievalConfig retrieval) {
 
 std::vector<CachedCase> cases() {
   const std::vector<std::int64_t> ragged{3000, 100, 5200, 1};
+  std::vector<std::int64_t> nine, sixteen;
+  for (int i = 0; i < 9; ++i) nine.push_back(1500 - 150 * i);
+  for (int i = 0; i < 16; ++i) sixteen.push_back(200 + 50 * i);
   return {
       {.name = "OnChip", .retrieval = usual(300)},
       {.name = "OnChipInt8", .retrieval = usual(300), .format = PageFormat::kInt8},
@@ -82,6 +85,17 @@ std::vector<CachedCase> cases() {
        .retrieval = streamed(usual(200)),
        .lengths = ragged,
        .format = PageFormat::kInt8},
+      // More than 16 pairs of a query and a KV head, and as many as are served.
+      {.name = "NineSequences",
+       .kv_heads = 8,
+       .retrieval = usual(200),
+       .lengths = nine,
+       .format = PageFormat::kInt8},
+      {.name = "NineSequencesStream",
+       .kv_heads = 4,
+       .retrieval = streamed(usual(400)),
+       .lengths = nine},
+      {.name = "SixteenSequences", .kv_heads = 8, .retrieval = usual(200), .lengths = sixteen},
       {.name = "Clock", .retrieval = usual(300), .policy = RowCachePolicy::kClock},
       {.name = "LeastRecentlyUsed", .retrieval = usual(300), .policy = RowCachePolicy::kLru},
       // Fewer sets than blocks, with more rows of a set than it has ways.
@@ -112,6 +126,7 @@ class CachedAttentionTest : public ::testing::TestWithParam<CachedCase> {
     config.memory.device_bytes = 400 * MiB;
     config.memory.host_bytes = 128 * MiB;
     config.memory.max_session_tokens = 8192;
+    config.memory.max_batch_rows = 64;
     config.memory.page_format = c.format;
     config.memory.row_cache_rows = c.cached_rows;
     config.memory.row_cache_bytes = c.budget;
@@ -184,13 +199,13 @@ TEST_P(CachedAttentionTest, ServesNoRowOfATokenThatIsGone) {
   Run one(GetParam(), false), apart(GetParam(), true);
   std::uint64_t seed = 8;
   for (int round = 0; round < 3; ++round) {
+    const CallTensors more(one.engine.config().model, 700, seed, GetParam().dtype, 1);
+    const HostTensor query =
+        HostTensor::random(1, GetParam().query_heads, 128, GetParam().dtype, seed);
     for (Run* run : {&one, &apart}) {
       for (Session& session : run->sessions) {
-        const CallTensors call(run->engine.config().model, 700, seed, GetParam().dtype, 1);
-        const HostTensor query =
-            HostTensor::random(1, GetParam().query_heads, 128, GetParam().dtype, seed);
         if (session.length(0) > 2000) session.truncate(session.length(0) - 900);
-        session.append(0, call.key.view(), call.value.view());
+        session.append(0, more.key.view(), more.value.view());
         session.prefetch(0, query.view());
       }
     }
