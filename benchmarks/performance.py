@@ -454,16 +454,23 @@ def whole_model(_):
 
 def host_model(_):
     """Whole models with KV in host memory; dense rows of the same shape on the GPU."""
-    run = Run(newest("host", "h100"))
+    run = Run(newest("host", "h200"))
     shown = []
-    for row in [row for row in run.rows if row["attention"] != "none"]:
+    without = {}  # a token without attention, of the run that a row belongs to
+    for row in [row for row in run.rows if "us" in row]:
+        if row["attention"] == "none":
+            without[row["batch"]] = row["us"]
+            continue
+        layer = (row["us"] - without[row["batch"]]) / row["layers"]
         dense = row["attention"] == "cudnn"
+        bits = ", 128 bits" if row.get("bits") == 128 else ""
         attended = "all" if dense else f"k = {row['k']}" if "k" in row else f"{row['sparsity']:g}x"
+        attended += bits
         pages = "GPU" if dense or row["placement"] == "device" else f"host, {row['kv_dtype']}"
         cached = f"{row['row_cache_rows']:,}: {row['found']:.2f}" if row.get("row_cache_rows") else ""
-        shown.append((f"{row['layers']}", f"{row['tokens']:,}", str(row["batch"]), attended, pages, cached, f"{row['us'] / 1000:.2f}", f"{row['us_p99'] / 1000:.2f}",
+        shown.append((f"{row['layers']}", f"{row['tokens']:,}", str(row["batch"]), attended, pages, cached, number(layer), f"{row['us'] / 1000:.2f}", f"{row['us_p99'] / 1000:.2f}",
                       number(row["tokens_per_second"]), f"{row['gpu_bytes'] / 1e9:.1f}"))
-    head = ["layers", "context", "sequences", "attended", "KV", "rows cached: found", "ms", "ms, p99", "tokens/s", "GPU GB"]
+    head = ["layers", "context", "sequences", "attended", "KV", "rows cached: found", "us a layer", "ms", "ms, p99", "tokens/s", "GPU GB"]
     return f"`benchmarks/results/{run.path.name}`, {run.date}, by `" + "`; `".join(run.command) + "`.\n\n" + table(head, shown)
 
 

@@ -124,7 +124,7 @@ class CachedAttentionTest : public ::testing::TestWithParam<CachedCase> {
     config.model.head_dim = 128;
     config.model.kv_dtype = c.dtype;
     config.memory.device_bytes = 400 * MiB;
-    config.memory.host_bytes = 128 * MiB;
+    config.memory.host_bytes = 256 * MiB;
     config.memory.max_session_tokens = 8192;
     config.memory.max_batch_rows = 64;
     config.memory.page_format = c.format;
