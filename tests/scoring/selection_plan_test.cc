@@ -68,6 +68,37 @@ TEST_F(SelectionPlanTest, AttendsToRowsThatTheKernelCanRead) {
   EXPECT_FALSE(plan_of(shape).attends);
 }
 
+TEST_F(SelectionPlanTest, AttendsThroughTheRowCache) {
+  constexpr int kMost = 8192;
+  for (const std::int64_t tokens : {32 << 10, 1 << 20}) {
+    SelectShape shape = shape_of(tokens);
+    for (const bool int8_rows : {false, true}) {
+      shape.int8_rows = int8_rows;
+      EXPECT_EQ(plan_of(shape).cached_rows, kMost) << tokens;
+    }
+    shape.num_queries = 16;  // 128 pairs of a row and a KV head
+    EXPECT_EQ(plan_of(shape).cached_rows, kMost) << tokens;
+    EXPECT_LE(static_cast<unsigned>(shape.kv_heads * shape.num_queries) * plan_of(shape).blocks,
+              256U);
+    shape.num_queries = 17;
+    EXPECT_EQ(plan_of(shape).cached_rows, 0) << tokens;
+    shape = shape_of(tokens);
+    shape.recall = true;
+    EXPECT_EQ(plan_of(shape).cached_rows, 0) << tokens;
+    shape = shape_of(tokens);
+    shape.head_dim = shape.plane_dim = 64;
+    EXPECT_EQ(plan_of(shape).cached_rows, 0) << tokens;
+  }
+  SelectShape shape = shape_of(32 << 10);
+  shape.group = 16;  // queries and parts leave less room for the list
+  const int listed = plan_of(shape).cached_rows;
+  EXPECT_GT(listed, 4096);
+  EXPECT_LE(listed, kMost);
+  shape = shape_of(32 << 10);
+  shape.params.coarse_bits = 128;
+  EXPECT_EQ(plan_of(shape).cached_rows, 0);
+}
+
 TEST_F(SelectionPlanTest, LeavesTheLongAndTheManyToTheStream) {
   EXPECT_EQ(plan_of(shape_of(1 << 20)).path, SelectionPath::kStream);
   SelectShape shape = shape_of(128 << 10);
