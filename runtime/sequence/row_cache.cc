@@ -8,30 +8,16 @@
 namespace kvtier::runtime {
 namespace {
 
-/// Takes memory for the layers' cached rows; returns whether any has it.
-bool take_any(transfer::Stream& stream, const Pools& pools, const Fetch& fetch) {
-  if (!fetch.capturing) {
-    for (LayerState* layer : fetch.layers) take_row_cache(stream, pools, *layer);
-  }
-  return std::ranges::any_of(
-      fetch.layers, [](const LayerState* layer) { return layer->row_cache_frame != nullptr; });
-}
-
-transfer::RowCacheBatch row_caches(const Fetch& fetch) {
-  transfer::RowCacheBatch row_caches;
-  for (const LayerState* layer : fetch.layers) row_caches.push(layer->row_cache);
-  return row_caches;
-}
-
-transfer::RowCacheGather row_cache_gather(const Pools& pools, const Fetch& fetch) {
+transfer::RowCacheGather row_cache_gather(const transfer::CachedSequences& cached,
+                                          const Fetch& fetch) {
   return {.sequences = fetch.reading.sequences,
-          .row_cache = row_caches(fetch),
+          .row_cache = cached.row_cache,
           .query_batch = fetch.reading.query_batch,
           .selection = fetch.reading.selection,
-          .shape = pools.row_cache->shape,
-          .totals = pools.row_cache->totals.as<transfer::RowCacheTotals>(),
+          .shape = cached.shape,
+          .totals = cached.totals,
           .flags = fetch.flags,
-          .factors = pools.frame_factors};
+          .factors = cached.factors};
 }
 
 }  // namespace
@@ -63,10 +49,27 @@ void forget_cached_rows(transfer::Stream& stream, const Pools& pools, const Laye
                                 .flags = pools.row_cache->flags});
 }
 
+std::optional<transfer::CachedSequences> cached_sequences(transfer::Stream& stream,
+                                                          const Pools& pools,
+                                                          std::span<LayerState* const> layers,
+                                                          bool capturing) {
+  if (!capturing) {
+    for (LayerState* layer : layers) take_row_cache(stream, pools, *layer);
+  }
+  const auto has_cache = [](const LayerState* layer) { return layer->row_cache_frame != nullptr; };
+  if (std::ranges::none_of(layers, has_cache)) return std::nullopt;
+  transfer::CachedSequences cached{.row_cache = {},
+                                   .shape = pools.row_cache->shape,
+                                   .totals = pools.row_cache->totals.as<transfer::RowCacheTotals>(),
+                                   .factors = pools.frame_factors};
+  for (const LayerState* layer : layers) cached.row_cache.push(layer->row_cache);
+  return cached;
+}
+
 transfer::RowCachePlaces fetch_rows(transfer::Stream& stream, const Pools& pools,
                                     const Fetch& fetch) {
-  if (take_any(stream, pools, fetch)) {
-    transfer::RowCacheGather gather = row_cache_gather(pools, fetch);
+  if (const auto cached = cached_sequences(stream, pools, fetch.layers, fetch.capturing)) {
+    transfer::RowCacheGather gather = row_cache_gather(*cached, fetch);
     gather.places = pools.row_cache->places;
     transfer::gather_cached_rows(stream, pools.kv, gather);
     if (pools.kv.row_checks) transfer::verify_rows(stream, pools.kv, fetch.reading);
@@ -83,18 +86,10 @@ transfer::RowCachePlaces fetch_rows(transfer::Stream& stream, const Pools& pools
   return {};
 }
 
-std::optional<transfer::CachedSequences> cached_sequences(transfer::Stream& stream,
-                                                          const Pools& pools, const Fetch& fetch) {
-  if (!take_any(stream, pools, fetch)) return std::nullopt;
-  return transfer::CachedSequences{.row_cache = row_caches(fetch),
-                                   .shape = pools.row_cache->shape,
-                                   .totals = pools.row_cache->totals.as<transfer::RowCacheTotals>(),
-                                   .factors = pools.frame_factors};
-}
-
 void enqueue_row_prefetch(transfer::Stream& stream, const Pools& pools, const Fetch& fetch) {
-  if (!take_any(stream, pools, fetch)) return;
-  transfer::RowCacheGather gather = row_cache_gather(pools, fetch);
+  const auto cached = cached_sequences(stream, pools, fetch.layers, fetch.capturing);
+  if (!cached) return;
+  transfer::RowCacheGather gather = row_cache_gather(*cached, fetch);
   gather.prefetched = true;
   gather.selection.staged = nullptr;
   gather.selection.staged_capacity = 0;

@@ -38,9 +38,12 @@ struct Fetch {
 /// compared, and nothing stays.
 transfer::RowCachePlaces fetch_rows(transfer::Stream& stream, const Pools& pools,
                                     const Fetch& fetch);
-/// Returns the row cache for a kernel that fetches rows itself; nothing where no layer has one.
+/// Returns the row cache of the layers of each sequence, for a kernel that fetches rows itself;
+/// nothing where none has one. `capturing`: as of `Fetch`.
 std::optional<transfer::CachedSequences> cached_sequences(transfer::Stream& stream,
-                                                          const Pools& pools, const Fetch& fetch);
+                                                          const Pools& pools,
+                                                          std::span<LayerState* const> layers,
+                                                          bool capturing);
 /// Enqueues that the selected rows enter the row cache, those that are not yet and find a slot,
 /// where the layers' pages are all resident.
 void enqueue_row_prefetch(transfer::Stream& stream, const Pools& pools, const Fetch& fetch);

@@ -395,11 +395,7 @@ class Step {
       return std::nullopt;
     }
     const std::vector<LayerState*> layers = this->layers(launch);
-    return cached_sequences(stream(), engine_.pools,
-                            {.layers = layers,
-                             .reading = row_reading(launch, {}),
-                             .flags = flags(launch),
-                             .capturing = scope_.capturing()});
+    return cached_sequences(stream(), engine_.pools, layers, scope_.capturing());
   }
 
   /// Selects, or takes the caller's ids. Where `attend` is given, the selection's kernel attends

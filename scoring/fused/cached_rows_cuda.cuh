@@ -21,10 +21,7 @@ namespace kvtier::scoring::cuda {
 
 /// Where cached rows are, by value to kernels.
 struct FusedRowCache {
-  transfer::RowCacheBatch sequences;
-  transfer::RowCacheShape shape;
-  transfer::RowCacheTotals* totals = nullptr;
-  transfer::FrameFactors factors;
+  transfer::CachedSequences sequences;
   int listed = 0;  ///< Rows that a block has room for; 0: attention is not through the row cache.
 };
 
@@ -80,17 +77,17 @@ class CachedRows {
         biases_(reinterpret_cast<float*>(tokens_ + cache.listed)),
         places_(reinterpret_cast<std::uint8_t*>(biases_ + cache.listed)) {
     const transfer::RowCache& of_sequence =
-        cache.sequences[args.request.query_batch[query_index].sequence];
-    const std::int64_t first_set = std::int64_t{kv_head} * cache.shape.num_sets;
+        cache.sequences.row_cache[args.request.query_batch[query_index].sequence];
+    const std::int64_t first_set = std::int64_t{kv_head} * cache.sequences.shape.num_sets;
     if (of_sequence.sets != nullptr) {
       sets_ = of_sequence.sets + first_set;
       slots_ = of_sequence.slots + first_set * transfer::kSetWays * kRowBytes;
     }
     const int blocks = static_cast<int>(peers.blocks);
     const int rank = static_cast<int>(peers.rank);
-    const int each = small_quotient(cache.shape.num_sets + blocks - 1, blocks);
-    first_set_ = min(rank * each, cache.shape.num_sets);
-    last_set_ = min(first_set_ + each, cache.shape.num_sets);
+    const int each = small_quotient(cache.sequences.shape.num_sets + blocks - 1, blocks);
+    first_set_ = min(rank * each, cache.sequences.shape.num_sets);
+    last_set_ = min(first_set_ + each, cache.sequences.shape.num_sets);
     const int of_static = small_quotient(rows.num_static + blocks - 1, blocks);
     first_static_ = min(rank * of_static, rows.num_static);
     statics_ = min(of_static, rows.num_static - first_static_);
@@ -107,7 +104,8 @@ class CachedRows {
     if (threadIdx.x == 0) shared_.arrived.arrive();
     constexpr int kLastWarp = kFusedWarps - 1;  // the one most likely without rows
     if (threadIdx.x / 32 == kLastWarp && args.request.flags != nullptr) {
-      transfer::cuda::add_row_cache_sums(*cache.totals, *args.request.flags, shared_.sums);
+      transfer::cuda::add_row_cache_sums(*cache.sequences.totals, *args.request.flags,
+                                         shared_.sums);
     }
     count = listed_ + statics_;
   }
@@ -135,7 +133,7 @@ class CachedRows {
     const transfer::cuda::RowSource source =
         transfer::cuda::int8_page_source(kv_, sequence_, kv_head_, token);
     row.address = source.bytes;
-    const float* const on_device = cache_.factors.of_row(kv_, source.bytes);
+    const float* const on_device = cache_.sequences.factors.of_row(kv_, source.bytes);
     row.scales = on_device != nullptr ? on_device : source.scales;
     return row;
   }
@@ -250,7 +248,7 @@ class CachedRows {
     return rows_.static_token(first_static_ + entry - listed_);
   }
   [[nodiscard]] __device__ int set_of(int token) const {
-    return transfer::row_cache_set(token, cache_.shape.num_sets);
+    return transfer::row_cache_set(token, cache_.sequences.shape.num_sets);
   }
   [[nodiscard]] __device__ std::byte* slot_of(int token, unsigned place) const {
     const auto way = static_cast<std::int64_t>(place % transfer::kSetWays);
@@ -332,7 +330,7 @@ class CachedRows {
     using namespace transfer::cuda;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const auto heads = static_cast<std::uint32_t>(kv_.group);
-    WarpSet open(sets_ == nullptr ? nullptr : sets_ + set, cache_.shape.policy, false);
+    WarpSet open(sets_ == nullptr ? nullptr : sets_ + set, cache_.sequences.shape.policy, false);
     int missing_entry = 0;  // lane i: the i-th of those that may be kept
     int num_missing = 0;
 #pragma unroll 1

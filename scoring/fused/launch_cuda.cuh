@@ -83,13 +83,11 @@ inline FusedAttention fused_attention(const FilterArgs& args, int& bytes) {
   attention.id_stride = request.cached != nullptr
                             ? std::min(args.selection.capacity, kMostCachedRows)
                             : args.selection.capacity;
-  if (const transfer::CachedSequences* const cached = request.cached; cached != nullptr) {
-    attention.cache.sequences = cached->row_cache;
-    attention.cache.shape = cached->shape;
-    attention.cache.totals = cached->totals;
-    attention.cache.factors = cached->factors;
+  if (request.cached != nullptr) {
     // A block may have all tokens: they are dealt out by their sets.
-    attention.cache.listed = static_cast<int>(max_per_query(request.params, request.max_length));
+    attention.cache = {
+        .sequences = *request.cached,
+        .listed = static_cast<int>(max_per_query(request.params, request.max_length))};
   }
   const int list_bytes = cached_rows_bytes(attention.cache.listed);
   bytes = std::max(bytes, fused_attention_bytes(kFusedWarps, group) + list_bytes);
