@@ -44,6 +44,40 @@ inline int rows_listed_in(int bytes) {
 
 #if defined(KVTIER_HAS_CLUSTERS)
 
+/// The sets that a block of a (query, KV head) has.
+struct OwnSets {
+  transfer::RowCacheSet* sets = nullptr;  ///< Of the sequence and KV head; null: none.
+  int first = 0;
+  int last = 0;
+
+  __device__ OwnSets(const FilterArgs& args, const FusedRowCache& cache, const BlockExchange& peers,
+                     int query_index, int kv_head) {
+    const int num_sets = cache.sequences.shape.num_sets;
+    const transfer::RowCache& of_sequence =
+        cache.sequences.row_cache[args.request.query_batch[query_index].sequence];
+    if (of_sequence.sets != nullptr) sets = of_sequence.sets + std::int64_t{kv_head} * num_sets;
+    const int blocks = static_cast<int>(peers.blocks);
+    const int each = small_quotient(num_sets + blocks - 1, blocks);
+    first = min(static_cast<int>(peers.rank) * each, num_sets);
+    last = min(first + each, num_sets);
+  }
+  [[nodiscard]] __device__ int bytes() const {
+    return (last - first) * static_cast<int>(sizeof(transfer::RowCacheSet));
+  }
+  /// Asks L1 for them: they are needed once the tokens are known.
+  __device__ void prefetch() const {
+    constexpr int kLine = 128;
+    if (sets == nullptr) return;
+    const auto* const from = reinterpret_cast<const std::byte*>(sets + first);
+    for (int at = static_cast<int>(threadIdx.x) * kLine; at < bytes();
+         at += kFusedThreads * kLine) {
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(from + at)));
+    }
+  }
+  /// Few enough to stay in L1 while the tokens are chosen.
+  [[nodiscard]] __device__ bool few() const { return bytes() <= 16 * 1024; }
+};
+
 /// The block's rows: those listed, then always-attended ones.
 class CachedRows {
  public:
@@ -75,19 +109,13 @@ class CachedRows {
         shared_(*reinterpret_cast<CachedRowsShared*>(tiles + num_tiles * AttendTile::kBytes)),
         tokens_(reinterpret_cast<std::int32_t*>(&shared_ + 1)),
         biases_(reinterpret_cast<float*>(tokens_ + cache.listed)),
-        places_(reinterpret_cast<std::uint8_t*>(biases_ + cache.listed)) {
-    const transfer::RowCache& of_sequence =
-        cache.sequences.row_cache[args.request.query_batch[query_index].sequence];
-    const std::int64_t first_set = std::int64_t{kv_head} * cache.sequences.shape.num_sets;
-    if (of_sequence.sets != nullptr) {
-      sets_ = of_sequence.sets + first_set;
-      slots_ = of_sequence.slots + first_set * transfer::kSetWays * kRowBytes;
-    }
+        places_(reinterpret_cast<std::uint8_t*>(biases_ + cache.listed)),
+        own_(args, cache, peers, query_index, kv_head),
+        slots_(cache.sequences.row_cache[args.request.query_batch[query_index].sequence].slots +
+               std::int64_t{kv_head} * cache.sequences.shape.num_sets * transfer::kSetWays *
+                   kRowBytes) {
     const int blocks = static_cast<int>(peers.blocks);
     const int rank = static_cast<int>(peers.rank);
-    const int each = small_quotient(cache.sequences.shape.num_sets + blocks - 1, blocks);
-    first_set_ = min(rank * each, cache.sequences.shape.num_sets);
-    last_set_ = min(first_set_ + each, cache.sequences.shape.num_sets);
     const int of_static = small_quotient(rows.num_static + blocks - 1, blocks);
     first_static_ = min(rank * of_static, rows.num_static);
     statics_ = min(of_static, rows.num_static - first_static_);
@@ -96,7 +124,7 @@ class CachedRows {
       shared_.arrived.init();
       transfer::cuda::publish_barriers();
     }
-    prefetch_sets();
+    if (!own_.few()) own_.prefetch();
     list_rows(peers, ids, args.selection.bias != nullptr);
     look_for_all();
     count_rows(rank == 0 ? rows.count - rows.num_static : 0);
@@ -104,8 +132,9 @@ class CachedRows {
     if (threadIdx.x == 0) shared_.arrived.arrive();
     constexpr int kLastWarp = kFusedWarps - 1;  // the one most likely without rows
     if (threadIdx.x / 32 == kLastWarp && args.request.flags != nullptr) {
-      transfer::cuda::add_row_cache_sums(*cache.sequences.totals, *args.request.flags,
-                                         shared_.sums);
+      const unsigned all = gridDim.x * static_cast<unsigned>(args.request.query_batch.count);
+      transfer::cuda::add_row_cache_sums(*cache.sequences.totals, *args.request.flags, shared_.sums,
+                                         all);
     }
     count = listed_ + statics_;
   }
@@ -261,16 +290,6 @@ class CachedRows {
     if (threadIdx.x % 32 == which) sum_ += static_cast<unsigned>(n);
   }
 
-  /// Asks for the block's sets, which are needed once its tokens are known.
-  __device__ void prefetch_sets() const {
-    if (sets_ == nullptr) return;
-    const auto* const from = reinterpret_cast<const std::byte*>(sets_ + first_set_);
-    const int bytes = (last_set_ - first_set_) * static_cast<int>(sizeof(transfer::RowCacheSet));
-    for (int at = static_cast<int>(threadIdx.x) * 128; at < bytes; at += kFusedThreads * 128) {
-      asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(from + at)));
-    }
-  }
-
   /// Lists the chosen tokens of the block's sets, in the order of the selection. Waits for the
   /// blocks that have chosen them. Ends with a barrier.
   __device__ void list_rows(const BlockExchange& peers, const TaggedWord* ids, bool biased) {
@@ -295,7 +314,7 @@ class CachedRows {
 #pragma unroll
       for (int j = 0; j < kIds; ++j) {
         const int set = set_of(static_cast<int>(words[j].x));
-        votes[j] = __ballot_sync(kFullWarp, j < valid && first_set_ <= set && set < last_set_);
+        votes[j] = __ballot_sync(kFullWarp, j < valid && own_.first <= set && set < own_.last);
         mine += __popc(votes[j]);
       }
       if (base > 0) __syncthreads();  // the counts of the round before are read
@@ -318,65 +337,143 @@ class CachedRows {
     __syncthreads();  // the list is complete
   }
 
+  /// Looks for the listed rows, a lane each, so that missing ones are on their way early, then
+  /// updates the sets, a warp each.
   __device__ void look_for_all() {
-    for (int set = first_set_ + static_cast<int>(threadIdx.x) / 32; set < last_set_;
-         set += kFusedWarps) {
-      look_in(set);
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    for (int base = warp * 32; base < listed_; base += kFusedThreads) look_for(base + lane);
+    if (own_.sets == nullptr) return;
+    __syncthreads();  // the places of all rows, as they were found
+#pragma unroll 1
+    for (int first = own_.first + static_cast<int>(threadIdx.x) / 32; first < own_.last;
+         first += 32 * kFusedWarps) {
+      update_sets(first);
     }
   }
 
-  /// Looks for the listed rows of a set, and gives ways to missing ones. A warp's.
-  __device__ void look_in(int set) {
+  /// Looks for the row of an entry, and starts to copy a missing one. A warp's, of 32 entries.
+  __device__ void look_for(int entry) {
     using namespace transfer::cuda;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const auto heads = static_cast<std::uint32_t>(kv_.group);
-    WarpSet open(sets_ == nullptr ? nullptr : sets_ + set, cache_.sequences.shape.policy, false);
-    int missing_entry = 0;  // lane i: the i-th of those that may be kept
+    const bool listed = entry < listed_;
+    const int token = listed ? tokens_[entry] : 0;
+    const bool in_page = listed && !is_resident(token);
+    const int way = in_page && own_.sets != nullptr ? way_of(own_.sets[set_of(token)], token) : -1;
+    const bool missing = in_page && way < 0;
+    if (missing && starts_early(entry)) start(entry, token);
+    if (listed) {
+      places_[entry] = place_of(!in_page ? kInPlace : missing ? kPassing : kInSlot, max(way, 0));
+    }
+    const int hits = __popc(__ballot_sync(kFullWarp, way >= 0));
+    const int misses = __popc(__ballot_sync(kFullWarp, missing));
+    add(kHits, hits);
+    add(kResident, __popc(__ballot_sync(kFullWarp, listed)) - misses);
+    add(kFetched, misses);
+    if (own_.sets != nullptr) add(kMisses, misses);
+  }
+
+  /// The rows of a set, which a lane has: the ways of those found, and the entries of missing ones.
+  struct RowsOfSet {
+    std::uint32_t ways = 0;
     int num_missing = 0;
-#pragma unroll 1
-    for (int base = 0; base < listed_; base += 32) {
-      const int entry = base + lane;
-      const int token = entry < listed_ ? tokens_[entry] : 0;
-      const bool mine = entry < listed_ && set_of(token) == set;
-      if (__any_sync(kFullWarp, mine) == 0) continue;
-      const bool in_page = mine && !is_resident(token);
-      int way = -1;
-      for (unsigned left = __ballot_sync(kFullWarp, in_page); left != 0; left &= left - 1) {
-        const int of = __ffs(static_cast<int>(left)) - 1;
-        const int found = open.find(__shfl_sync(kFullWarp, token, of), heads);
-        if (of == lane) way = found;
-      }
-      const unsigned missing = __ballot_sync(kFullWarp, in_page && way < 0);
-      for (unsigned left = missing; left != 0 && num_missing < transfer::kSetWays;
-           left &= left - 1) {
-        if (lane == num_missing) missing_entry = base + __ffs(static_cast<int>(left)) - 1;
+    std::uint64_t first_missing = 0;  ///< kKept of them, of 16 bits each.
+
+    static constexpr int kKept = 4;
+
+    [[nodiscard]] __device__ bool any() const { return ways != 0 || num_missing > 0; }
+    __device__ void add(unsigned place, int entry) {
+      if (kind_of(place) == kInSlot) {
+        ways |= 1U << place % transfer::kSetWays;
+      } else {
+        if (num_missing < kKept) {
+          first_missing |= static_cast<std::uint64_t>(entry) << (16 * num_missing);
+        }
         ++num_missing;
       }
-      if (in_page && way < 0 && starts_early(entry)) start(entry, token);
-      const int hits = __popc(__ballot_sync(kFullWarp, way >= 0));
-      const int resident = __popc(__ballot_sync(kFullWarp, mine && !in_page));
-      add(kHits, hits);
-      add(kResident, hits + resident);
-      add(kFetched, __popc(missing));
-      if (sets_ != nullptr) add(kMisses, __popc(missing));
-      if (mine) {
-        places_[entry] = place_of(!in_page ? kInPlace : way < 0 ? kPassing : kInSlot, max(way, 0));
+    }
+    [[nodiscard]] __device__ RowsOfSet of_lane(int lane) const {
+      return {__shfl_sync(kFullWarp, ways, lane), __shfl_sync(kFullWarp, num_missing, lane),
+              __shfl_sync(kFullWarp, first_missing, lane)};
+    }
+  };
+
+  /// Counts the uses of found rows, and gives ways to missing ones, in up to 32 sets, kFusedWarps
+  /// apart. A warp's.
+  __device__ void update_sets(int first) {
+    static_assert(kMostCachedRows < 1 << 16);
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    RowsOfSet rows;  // of set first + lane * kFusedWarps
+#pragma unroll 1
+    for (int base = 0; base < listed_; base += 32 * kIds) {
+      int sets[kIds];
+      unsigned places[kIds];  // of rows of the warp's sets: others may change
+#pragma unroll
+      for (int j = 0; j < kIds; ++j) {
+        const int entry = base + j * 32 + lane;
+        const int ahead = entry < listed_ ? set_of(tokens_[entry]) - first : -1;
+        sets[j] = ahead / kFusedWarps;
+        const bool mine = ahead >= 0 && sets[j] < 32 && sets[j] * kFusedWarps == ahead;
+        places[j] = mine ? places_[entry] : place_of(kInPlace, 0);
+      }
+#pragma unroll
+      for (int j = 0; j < kIds; ++j) {
+        const bool wanted = kind_of(places[j]) != kInPlace;
+        const unsigned both = static_cast<unsigned>(sets[j]) << 8 | places[j];
+        for (unsigned left = __ballot_sync(kFullWarp, wanted); left != 0; left &= left - 1) {
+          const int of = __ffs(static_cast<int>(left)) - 1;
+          const unsigned its = __shfl_sync(kFullWarp, both, of);
+          if (its >> 8 == static_cast<unsigned>(lane)) rows.add(its & 0xFFU, base + j * 32 + of);
+        }
       }
     }
-    if (sets_ == nullptr) return;
-    __syncwarp();  // the rows as they were found
+    const int own = first + lane * kFusedWarps;
+    if (own < own_.last && !rows.any()) transfer::cuda::count_step(own_.sets[own]);
+    const auto set_at = [&](unsigned lanes) {
+      return first + (__ffs(static_cast<int>(lanes)) - 1) * kFusedWarps;
+    };
+    unsigned left = __ballot_sync(kFullWarp, rows.any());
+    unsigned ahead = left & (left - 1);
+    if (ahead != 0) transfer::cuda::prefetch(own_.sets[set_at(ahead)]);
+    while (left != 0) {
+      ahead &= ahead - 1;
+      if (ahead != 0) transfer::cuda::prefetch(own_.sets[set_at(ahead)]);
+      update_set(set_at(left), rows.of_lane(__ffs(static_cast<int>(left)) - 1));
+      left &= left - 1;
+    }
+  }
+
+  __device__ void update_set(int set, const RowsOfSet& rows) {
+    using namespace transfer::cuda;
+    const auto heads = static_cast<std::uint32_t>(kv_.group);
+    WarpSet open(own_.sets + set, cache_.sequences.shape.policy, false);
+    open.use(rows.ways, heads);
     add(kPrefetchedUseful, open.count_uses());
-    for (int i = 0; i < num_missing; ++i) {
-      const int entry = __shfl_sync(kFullWarp, missing_entry, i);
+    int entry = -1;
+    for (int i = 0; i < min(rows.num_missing, transfer::kSetWays); ++i) {
+      entry = i < RowsOfSet::kKept ? static_cast<int>(rows.first_missing >> (16 * i) & 0xFFFFU)
+                                   : next_missing(set, entry);
       bool evicts = false;
       const int way = open.admit(tokens_[entry], heads, evicts);
       if (way < 0) break;  // nor is there one for the others
-      if (lane == 0) places_[entry] = place_of(kNew, way);
+      if (threadIdx.x % 32 == 0) places_[entry] = place_of(kNew, way);
       add(kAdmissions, 1);
       if (evicts) add(kEvictions, 1);
     }
     add(kPrefetchedWasted, open.num_wasted());
     open.close();
+  }
+
+  /// The first missing entry of a set behind `entry`; there is one.
+  [[nodiscard]] __device__ int next_missing(int set, int entry) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+    for (int base = entry + 1;; base += 32) {
+      const int at = base + lane;
+      const bool found =
+          at < listed_ && set_of(tokens_[at]) == set && kind_of(places_[at]) == kPassing;
+      const unsigned votes = __ballot_sync(kFullWarp, found);
+      if (votes != 0) return base + __ffs(static_cast<int>(votes)) - 1;
+    }
   }
 
   /// A lane starts to copy a missing row to its place.
@@ -416,10 +513,8 @@ class CachedRows {
   std::int32_t* tokens_;
   float* biases_;
   std::uint8_t* places_;
-  transfer::RowCacheSet* sets_ = nullptr;  ///< Of the sequence and KV head; null: none.
-  std::byte* slots_ = nullptr;
-  int first_set_ = 0;
-  int last_set_ = 0;
+  OwnSets own_;
+  std::byte* slots_;  ///< Of the sequence and KV head, where it has sets.
   int first_static_ = 0;
   int statics_ = 0;
   int listed_ = 0;

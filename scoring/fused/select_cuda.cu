@@ -125,6 +125,10 @@ __global__ __launch_bounds__(kFusedThreads,
   if (attends) {
     if (threadIdx.x == 0) rows.fill(args, query_index, work.plan.k);
     prefetch_pages(args, query_index, work.plan.end);
+    if constexpr (kCached) {
+      const OwnSets own(args, attention.cache, peers, query_index, kv_head);
+      if (own.few()) own.prefetch();
+    }
   }
   if (!work.empty()) {  // as all of the group
     score_share<kQuads, kChunks, kBits, kBounded>(args, shape, work, peers, started, ring, tables,

@@ -546,6 +546,10 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
   if (attends) {
     if (threadIdx.x == 0) rows.fill(args, query_index, 0);
     prefetch_pages(args, query_index, work.plan.end);
+    if constexpr (kCached) {
+      const OwnSets own(args, attention.cache, peers, query_index, kv_head);
+      if (own.few()) own.prefetch();
+    }
   }
   if (!work.empty()) {  // as all of the group
     TaggedWord* const posted =

@@ -491,7 +491,9 @@ __global__ void __launch_bounds__(kThreads, kFound == Found::kPlaced ? 2 : 1)
   }
   if constexpr (kFound == Found::kPlaced) cuda::publish_places(geometry, gather, head, sequence);
   wait_for<Work::kAdmit>();
-  if (gather.flags != nullptr) cuda::add_row_cache_sums(*gather.totals, *gather.flags, sums);
+  if (gather.flags == nullptr) return;
+  const unsigned blocks = gridDim.x * gridDim.y * gridDim.z;
+  cuda::add_row_cache_sums(*gather.totals, *gather.flags, sums, blocks);
 }
 
 template <typename Rows>

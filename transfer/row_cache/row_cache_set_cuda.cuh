@@ -4,12 +4,48 @@
 
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstdint>
 
-/// One set of the row cache during a step, on a GPU: `OpenSet`, by a warp whose lanes have a way
-/// each. Every function is called by all lanes, with the same arguments.
+/// Sets of the row cache during a step, on a GPU.
 namespace kvtier::transfer::cuda {
 
+/// The way of a token in a set, or -1. A thread's.
+__device__ inline int way_of(const RowCacheSet& set, std::int32_t token) {
+  constexpr int kPieces = kSetWays / 4;
+  static_assert(sizeof(RowCacheSet) % sizeof(int4) == 0 && offsetof(RowCacheSet, tokens) == 0);
+  int4 pieces[kPieces];
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) pieces[i] = reinterpret_cast<const int4*>(set.tokens)[i];
+  int way = -1;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    if (pieces[i].x == token) way = 4 * i;
+    if (pieces[i].y == token) way = 4 * i + 1;
+    if (pieces[i].z == token) way = 4 * i + 2;
+    if (pieces[i].w == token) way = 4 * i + 3;
+  }
+  return way;
+}
+
+/// Of a step that uses no row of a set. A thread's.
+__device__ inline void count_step(RowCacheSet& set) {
+  ++set.steps;
+  set.last_used = 0;
+}
+
+/// Asks L1 for a set. A warp's.
+__device__ inline void prefetch(const RowCacheSet& set) {
+  constexpr unsigned kLine = 128;
+  const unsigned at = threadIdx.x % 32 * kLine;
+  if (at < sizeof(RowCacheSet)) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(
+        __cvta_generic_to_global(reinterpret_cast<const std::byte*>(&set) + at)));
+  }
+}
+
+/// One set: `OpenSet`, by a warp whose lanes have a way each. Every function is called by all
+/// lanes, with the same arguments.
 class WarpSet {
  public:
   static constexpr unsigned kAllLanes = 0xFFFFFFFFU;
@@ -29,13 +65,15 @@ class WarpSet {
 
   /// The way of a token, or -1.
   __device__ int find(std::int32_t token, std::uint32_t heads) {
-    const bool mine = token_ == token;
-    const unsigned found = __ballot_sync(kAllLanes, mine);
-    if (mine) {
-      used_ = true;
-      heads_ = max(heads_, heads);
-    }
+    const unsigned found = __ballot_sync(kAllLanes, token_ == token);
+    use(found, heads);
     return __ffs(static_cast<int>(found)) - 1;
+  }
+  /// The rows in these ways were found.
+  __device__ void use(std::uint32_t ways, std::uint32_t heads) {
+    if (!has(ways)) return;
+    used_ = true;
+    heads_ = max(heads_, heads);
   }
 
   /// Of a step. Returns how many of the rows found were prefetched, and are used for the first

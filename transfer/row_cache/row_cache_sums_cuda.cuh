@@ -25,10 +25,10 @@ enum RowCacheSum {
   kPrefetchedWasted
 };
 
-/// Adds a block's sums to those of the launch; the last block adds them for the host and clears
+/// Adds a block's sums to those of all `blocks`; the last block adds them for the host and clears
 /// them. A warp's.
 __device__ inline void add_row_cache_sums(RowCacheTotals& totals, StepFlags& flags,
-                                          const unsigned (&sums)[kRowCacheSums]) {
+                                          const unsigned (&sums)[kRowCacheSums], unsigned blocks) {
   unsigned long long* const all[kRowCacheSums] = {&totals.selected,
                                                   &totals.resident,
                                                   &totals.fetched,
@@ -61,7 +61,7 @@ __device__ inline void add_row_cache_sums(RowCacheTotals& totals, StepFlags& fla
   __syncwarp();
   unsigned done = 0;
   if (lane == 0) done = atomicAdd(&totals.blocks_done, 1U);
-  if (__shfl_sync(0xFFFFFFFFU, done, 0) + 1 != gridDim.x * gridDim.y * gridDim.z) return;
+  if (__shfl_sync(0xFFFFFFFFU, done, 0) + 1 != blocks) return;
   __threadfence();
   if (total != nullptr) raise(counter, atomicExch(total, 0ULL));
   if (lane == 0) totals.blocks_done = 0;
