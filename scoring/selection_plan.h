@@ -34,6 +34,16 @@ enum class SelectionPath {
   kSoftHeads,  ///< Soft collision, a selection per query head (soft/).
 };
 
+/// Queries of a request that are served together.
+struct QueryPart {
+  int first = 0;
+  int count = 0;
+
+  KVTIER_HOST_DEVICE [[nodiscard]] bool has(int query_index) const {
+    return first <= query_index && query_index < first + count;
+  }
+};
+
 /// How `Selector::select` serves a shape.
 struct SelectionPlan {
   SelectionPath path = SelectionPath::kGeneric;
@@ -46,6 +56,9 @@ struct SelectionPlan {
   /// Most selected tokens of a query with which it can attend through the row cache, where it is
   /// given `SelectRequest::cached` too; 0: it cannot.
   int cached_rows = 0;
+  /// Whether a batch that is attended so is served in two halves: the rows of one are on the link
+  /// while the sketches of the other are read.
+  bool halves = false;
   /// Whether it selects `transfer::num_to_select` tokens of each query, and its last kernel lets
   /// the next one start only after its own wait (transfer/device/launch_cuda.cuh): that one may
   /// read all but the selection and the queries before it waits for it.

@@ -69,9 +69,9 @@ Selector::Selector(transfer::Device& device, const SelectorLimits& limits)
     if (device.backend() != Backend::kCuda) return;
     exchange_ = cuda::lease_exchange();
     device_ = cuda::device_limits();
-    const std::unique_ptr<transfer::Stream> stream = device.make_stream();
-    stream->fill(at_.scratch, 0, cuda::zeroed_bytes(limits_));
-    stream->synchronize();
+    second_half_ = device.make_stream();
+    second_half_->fill(at_.scratch, 0, cuda::zeroed_bytes(limits_));
+    second_half_->synchronize();
   }
 }
 
@@ -179,7 +179,15 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
   }
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
-      cuda::select(stream.native(), request, space, recall_params, how);
+      const int count = request.query_batch.count;
+      const int first = how.halves && request.cached != nullptr ? count / 2 : count;
+      const transfer::Event begin = first < count ? stream.record() : transfer::Event{};
+      cuda::select(stream.native(), request, space, recall_params, how, {0, first});
+      if (first == count) return space.selection;
+      second_half_->wait(begin);
+      cuda::select(second_half_->native(), request, space, recall_params, how,
+                   {first, count - first});
+      stream.wait(second_half_->record());
       return space.selection;
     }
   }

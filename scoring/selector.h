@@ -13,6 +13,7 @@
 #include "transfer/row_cache/row_cache.h"
 
 #include <cstdint>
+#include <memory>
 
 namespace kvtier::scoring {
 
@@ -168,6 +169,7 @@ class Selector {
 
   SelectorLimits limits_;
   ExchangeLease exchange_;
+  std::unique_ptr<transfer::Stream> second_half_;  ///< Where that one runs; of CUDA.
   DeviceLimits device_;
   SelectShape planned_;  // what `plan_` is the plan of
   SelectionPlan plan_;

@@ -14,6 +14,11 @@ void plan_attention(const SelectShape& shape, const DeviceLimits& device, Select
   const bool two_phases = shape.params.coarse_bits > 0;
   if (shape.params.estimator == Estimator::kNormAware && !two_phases && groups <= kCachedGroups) {
     plan.cached_rows = most_listed(device.block_bytes, shape.group);
+    // Missing rows take longer than the sketches: a row as long as some 64 to 140 of these.
+    constexpr std::int64_t kTokensOfRow = 96;
+    constexpr int kFewest = 3;  // two sequences take 5 us more in halves
+    plan.halves = plan.path == SelectionPath::kStream && shape.num_queries >= kFewest &&
+                  shape.max_length <= kTokensOfRow * max_per_query(shape.params, shape.max_length);
   }
 }
 
@@ -61,12 +66,14 @@ FilterArgs path_args(const Stage& stage, const RecallParams& recall_params) {
           .ids = reinterpret_cast<std::int32_t*>(workspace.combined),
           .values = workspace.scores,
           .selection = workspace.selection,
-          .max_tokens = workspace.limits.max_tokens};
+          .max_tokens = workspace.limits.max_tokens,
+          .part = {.count = stage.request.query_batch.count}};
 }
 
-void enqueue_path(const Stage& stage, const SelectionPlan& plan,
+void enqueue_path(const Stage& stage, const SelectionPlan& plan, const QueryPart& part,
                   const RecallParams& recall_params) {
-  const FilterArgs args = path_args(stage, recall_params);
+  FilterArgs args = path_args(stage, recall_params);
+  args.part = part;
   switch (plan.path) {
     case SelectionPath::kFused:
       return enqueue_fused(stage.stream, args, plan);

@@ -12,7 +12,8 @@ namespace kvtier::scoring::cuda {
 
 /// Fills `workspace.selection` by a path that is not the generic one. Everything, the plan of the
 /// rows included.
-void enqueue_path(const Stage& stage, const SelectionPlan& plan, const RecallParams& recall_params);
+void enqueue_path(const Stage& stage, const SelectionPlan& plan, const QueryPart& part,
+                  const RecallParams& recall_params);
 struct FilterArgs;
 [[nodiscard]] FilterArgs path_args(const Stage& stage, const RecallParams& recall_params);
 
@@ -66,6 +67,8 @@ struct FilterArgs {
   float* values;
   transfer::SelectionView selection;
   std::int64_t max_tokens;
+  QueryPart part;       ///< The queries of the launch, by a stream of keys,
+  int first_block = 0;  ///< and the number of its pass's first block.
 };
 
 /// Whether the heads of a group share a set.

@@ -210,15 +210,15 @@ void enqueue_plan(const Stage& stage, PlanPurpose purpose) {
 }
 
 void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
-            const RecallParams& recall_params, const SelectionPlan& plan) {
-  if (request.query_batch.count == 0) return;
+            const RecallParams& recall_params, const SelectionPlan& plan, const QueryPart& part) {
+  if (part.count == 0) return;
   if (request.params.coarse_bits > 0 && plan.path == SelectionPath::kGeneric) {
     return enqueue_two_phases(static_cast<cudaStream_t>(stream), request, workspace);
   }
   const Stage stage = make_stage(stream, request, workspace);
   const bool scores = request.rule.mode == LayerMode::kSparse && request.max_length > 0;
   const bool thresholds = request.params.threshold > 0.0F;
-  if (plan.path != SelectionPath::kGeneric) return enqueue_path(stage, plan, recall_params);
+  if (plan.path != SelectionPath::kGeneric) return enqueue_path(stage, plan, part, recall_params);
   enqueue_plan(stage, PlanPurpose::kScore);
   if (!scores) return;
   enqueue_scores(stage);

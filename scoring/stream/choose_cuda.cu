@@ -517,7 +517,7 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
   __shared__ __align__(16) FusedShared shared;
   __shared__ __align__(16) StreamQueries queries;
   __shared__ FusedRows rows;
-  const auto query_index = static_cast<int>(blockIdx.y);
+  const int query_index = args.part.first + static_cast<int>(blockIdx.y);
   const int kv_head = small_quotient(static_cast<int>(blockIdx.x), static_cast<int>(shape.blocks));
   const unsigned rank = blockIdx.x - static_cast<unsigned>(kv_head) * shape.blocks;
   shared.bins[threadIdx.x] = 0;
@@ -645,7 +645,7 @@ void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args, const Sc
                                                   : visit_stream_shape(request, plain);
   allow_shape(kernel, bytes);
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
-                  static_cast<unsigned>(request.query_batch.count));
+                  static_cast<unsigned>(args.part.count));
   transfer::cuda::launch_overlapping(
       stream, kernel, grid, kFusedThreads, static_cast<std::size_t>(bytes), args, input, attention,
       ChoiceShape{.blocks = plan.blocks, .second = second != nullptr ? *second : ScoreParams{}});
@@ -657,13 +657,20 @@ void enqueue_stream(cudaStream_t stream, const FilterArgs& args, const Selection
     FilterArgs first = args;
     first.request.params = coarse_phase(params);
     const ScoreParams second = fine_phase(params);
-    enqueue_stream_pass(stream, first);
+    enqueue_stream_pass(stream, first, stream_blocks());
     return enqueue_stream_choice(stream, first, &second, plan);
   }
   if (params.estimator == Estimator::kSoftCollision) {
     enqueue_collision_pass(stream, args);
+  } else if (args.part.first == 0) {
+    enqueue_stream_pass(stream, args, stream_blocks());
   } else {
-    enqueue_stream_pass(stream, args);
+    // The second half runs beside the choice of the first one, on the SMs that this leaves.
+    FilterArgs second = args;
+    second.first_block = stream_blocks();
+    const int chosen = args.part.first * args.request.kv.kv_heads * static_cast<int>(plan.blocks);
+    const int most = kMostStreamBlocks - second.first_block;
+    enqueue_stream_pass(stream, second, std::clamp(stream_blocks() - chosen, 1, most));
   }
   enqueue_stream_choice(stream, args, nullptr, plan);
 }

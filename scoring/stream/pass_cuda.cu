@@ -412,7 +412,7 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
   if constexpr (kRecall) recall.store(parts_of_warps);
   __syncthreads();  // the sums and counts of all warps are there
   // Pairs of a group and a block that has units of it, in order, differ in this sum.
-  const std::int64_t part = work.group_index + blockIdx.x;
+  const std::int64_t part = work.group_index + args.first_block + blockIdx.x;
   std::uint32_t* const counts = args.filter.stream_counts + part * 2 * kFusedBins + threadIdx.x;
   counts[0] = bins[threadIdx.x];
   if constexpr (kRecall) counts[kFusedBins] = bins[kFusedBins + threadIdx.x];
@@ -469,8 +469,9 @@ template <bool kRecall, int kQuads, int kChunks, int kBits>
 __device__ void score_work(const StreamBlock<kChunks>& block, const StreamWork& work) {
   const FilterArgs& args = block.args;
   if (work.first_of_group()) {
-    args.filter.stream_groups[work.group_index].keep(block.queries, static_cast<int>(blockIdx.x),
-                                                     work.last_block(static_cast<int>(blockIdx.x)));
+    const int number = args.first_block + static_cast<int>(blockIdx.x);
+    args.filter.stream_groups[work.group_index].keep(block.queries, number,
+                                                     work.last_block(number));
   }
   UnitScorer<kQuads, kChunks, kBits, true> scorer(args.request, args.request.params, block.queries,
                                                   block.chunks(), block.norms);
@@ -577,7 +578,7 @@ __global__ __launch_bounds__(kFusedThreads,
 
 }  // namespace
 
-void enqueue_stream_pass(cudaStream_t stream, const FilterArgs& args) {
+void enqueue_stream_pass(cudaStream_t stream, const FilterArgs& args, int blocks) {
   const SelectRequest& request = args.request;
   const FusedInput input = fused_input(request);
   const int chunks = sign_chunks(request.params);
@@ -590,7 +591,7 @@ void enqueue_stream_pass(cudaStream_t stream, const FilterArgs& args) {
                                      request.rule.recent_tokens >= hashing::kMostOverlappedTokens};
     const int bytes = (stages - 1) * kFusedWarps * fused_unit_bytes(chunks) + shape.table_bytes;
     allow_shape(kernel, bytes);
-    transfer::cuda::launch_overlapping(stream, kernel, dim3(static_cast<unsigned>(stream_blocks())),
+    transfer::cuda::launch_overlapping(stream, kernel, dim3(static_cast<unsigned>(blocks)),
                                        kFusedThreads, static_cast<std::size_t>(bytes), args, input,
                                        shape);
   };

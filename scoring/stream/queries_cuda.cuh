@@ -175,8 +175,9 @@ __device__ inline void pack_rows(const FilterArgs& args, const FusedInput& input
   const int heads = args.request.kv.query_heads();
   const int dim = args.request.planes.head_dim;
 #pragma unroll 1
-  for (int query_index = static_cast<int>(gridDim.x - 1 - blockIdx.x);
-       query_index < args.request.query_batch.count; query_index += static_cast<int>(gridDim.x)) {
+  for (int i = static_cast<int>(gridDim.x - 1 - blockIdx.x); i < args.part.count;
+       i += static_cast<int>(gridDim.x)) {
+    const int query_index = args.part.first + i;
     transfer::cuda::pack_query(input.items[query_index], heads, dim,
                                input.queries + std::int64_t{query_index} * heads * dim);
   }

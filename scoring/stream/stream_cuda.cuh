@@ -95,7 +95,8 @@ struct StreamUnits {
       const int had = again ? count(query_index) : -1;
       const int had_first = again ? first(query_index) : -1;
       begin[query_index] = static_cast<int>(spans.sink_end);
-      end[query_index] = static_cast<int>(spans.eligible_end);
+      end[query_index] =
+          args.part.has(query_index) ? static_cast<int>(spans.eligible_end) : begin[query_index];
       if (had != count(query_index) || had_first != first(query_index)) changed = 1;
     }
     if (__syncthreads_or(changed) == 0) return;

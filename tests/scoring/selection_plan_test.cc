@@ -99,6 +99,22 @@ TEST_F(SelectionPlanTest, AttendsThroughTheRowCache) {
   EXPECT_EQ(plan_of(shape).cached_rows, 0);
 }
 
+TEST_F(SelectionPlanTest, ServesBatchesInHalvesWhereRowsTakeLongerThanSketches) {
+  SelectShape shape = shape_of(128 << 10);
+  shape.num_queries = 8;
+  EXPECT_TRUE(plan_of(shape).halves);
+  shape.params.top_k = 512;  // few rows
+  EXPECT_FALSE(plan_of(shape).halves);
+  shape = shape_of(1 << 20);
+  shape.num_queries = 8;
+  EXPECT_FALSE(plan_of(shape).halves);
+  shape = shape_of(128 << 10);
+  shape.num_queries = 17;  // too many to be attended by the kernel that selects
+  EXPECT_FALSE(plan_of(shape).halves);
+  shape.num_queries = 1;
+  EXPECT_FALSE(plan_of(shape).halves);
+}
+
 TEST_F(SelectionPlanTest, LeavesTheLongAndTheManyToTheStream) {
   EXPECT_EQ(plan_of(shape_of(1 << 20)).path, SelectionPath::kStream);
   SelectShape shape = shape_of(128 << 10);
