@@ -269,7 +269,7 @@ class Step {
     const ResolvedOptions& options = launch.options();
     QueriesRead read = read_queries(launch, after_append);
     const std::optional<transfer::CachedSequences> cached = cached_rows(launch, read);
-    if (cached || selection_attends(read)) {
+    if (cached || selection_attends(launch, read)) {
       Outputs outputs = make_outputs(launch);
       const attention::AttendTargets targets{.softmax_scale = options.softmax_scale,
                                              .logit_softcap = options.logit_softcap,
@@ -378,20 +378,22 @@ class Step {
     return read;
   }
 
-  /// Whether one kernel may select and attend. Stages that are timed apart run apart.
-  [[nodiscard]] bool may_fuse() const {
-    return !engine_.pools.pages->has_tiers() && !engine_.config.time_stages;
+  /// Whether one kernel may select and attend. Stages that are timed apart run apart, and evicted
+  /// pages are restored between the two.
+  [[nodiscard]] bool may_fuse(const Launch& launch) const {
+    return !engine_.config.time_stages &&
+           (!pages_may_be_evicted() || TieredLaunch::all_resident(stream(), layers(launch)));
   }
   /// Whether one kernel selects and attends to rows on the device.
-  [[nodiscard]] bool selection_attends(const QueriesRead& read) const {
-    return read.plan.attends && may_fuse() && engine_.pools.pages_on_device;
+  [[nodiscard]] bool selection_attends(const Launch& launch, const QueriesRead& read) const {
+    return read.plan.attends && engine_.pools.pages_on_device && may_fuse(launch);
   }
   /// The row cache of the launch, where one kernel selects and attends through it.
   [[nodiscard]] std::optional<transfer::CachedSequences> cached_rows(const Launch& launch,
                                                                      const QueriesRead& read) {
     const bool one_each = launch.queries.count == launch.sequences.count;
-    if (read.plan.cached_rows == 0 || !may_fuse() || engine_.pools.pages_on_device ||
-        engine_.kv.row_checks || !one_each || max_selected(launch) > read.plan.cached_rows) {
+    if (read.plan.cached_rows == 0 || engine_.pools.pages_on_device || engine_.kv.row_checks ||
+        !one_each || max_selected(launch) > read.plan.cached_rows || !may_fuse(launch)) {
       return std::nullopt;
     }
     const std::vector<LayerState*> layers = this->layers(launch);

@@ -1,9 +1,11 @@
+#include "runtime/graph_fixture_cuda.h"
 #include "runtime/spill_fixture.h"
 
-#include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -23,6 +25,9 @@ struct CachedCase {
   int cached_rows = 512;
   RowCachePolicy policy = RowCachePolicy::kScore;
   std::size_t budget = 64 * MiB;
+  std::size_t device = 400 * MiB;
+  int tiered_pages = 0;  ///< Of 16 tokens, that host memory has beside a tier; 0: no tier.
+  bool evicts = false;   ///< They are too few.
 };
 
 std::ostream& operator<<(std::ostream& out, const CachedCase& c) { return out << c.name; }
@@ -63,8 +68,9 @@ RetrievalConfig with_sparsity(RetrievalConfig retrieval) {
 
 std::vector<CachedCase> cases() {
   const std::vector<std::int64_t> ragged{3000, 100, 5200, 1};
-  std::vector<std::int64_t> nine, sixteen;
+  std::vector<std::int64_t> nine, nine_long, sixteen;
   for (int i = 0; i < 9; ++i) nine.push_back(1500 - 150 * i);
+  for (int i = 0; i < 9; ++i) nine_long.push_back(2000 + 100 * i);
   for (int i = 0; i < 16; ++i) sixteen.push_back(200 + 50 * i);
   return {
       {.name = "OnChip", .retrieval = usual(300)},
@@ -107,6 +113,27 @@ std::vector<CachedCase> cases() {
        .retrieval = usual(300),
        .lengths = {3000, 3000},
        .budget = 2 * 512 * 512 + 64 * 1024},
+      // A block has more than 1,024 rows, and a warp more than 32 sets.
+      {.name = "LongLists",
+       .kv_heads = 8,
+       .retrieval = streamed(usual(1400)),
+       .lengths = nine_long,
+       .format = PageFormat::kInt8,
+       .cached_rows = 16384,
+       .budget = 700 * MiB,
+       .device = 1500 * MiB},
+      {.name = "Tiered", .retrieval = usual(300), .lengths = {3000, 2000}, .tiered_pages = 1000},
+      {.name = "TieredStream",
+       .retrieval = streamed(usual(300)),
+       .format = PageFormat::kInt8,
+       .tiered_pages = 1000},
+      // Of two sessions of some 180 pages, some are evicted until both are shorter.
+      {.name = "Evicted",
+       .retrieval = usual(40),
+       .lengths = {3000, 3000},
+       .cached_rows = 256,
+       .tiered_pages = 300,
+       .evicts = true},
       {.name = "AllSelected", .retrieval = usual(4000), .lengths = {3000}, .cached_rows = 4096},
   };
 }
@@ -123,7 +150,7 @@ class CachedAttentionTest : public ::testing::TestWithParam<CachedCase> {
     config.model.kv_heads = c.kv_heads;
     config.model.head_dim = 128;
     config.model.kv_dtype = c.dtype;
-    config.memory.device_bytes = 400 * MiB;
+    config.memory.device_bytes = c.device;
     config.memory.host_bytes = 256 * MiB;
     config.memory.max_session_tokens = 8192;
     config.memory.max_batch_rows = 64;
@@ -133,6 +160,14 @@ class CachedAttentionTest : public ::testing::TestWithParam<CachedCase> {
     config.memory.row_cache_policy = c.policy;
     config.retrieval = c.retrieval;
     config.time_stages = apart;  // stages that are timed are kernels of their own
+    if (c.tiered_pages > 0) {
+      config.memory.page_tokens = kPageTokens;
+      if (!apart) {
+        config.memory.tiers = {std::make_shared<FaultTier>()};
+        config.memory.host_bytes = static_cast<std::size_t>(c.tiered_pages) * kPageTokens *
+                                   static_cast<std::size_t>(c.kv_heads) * 512;
+      }
+    }
     return config;
   }
 
@@ -147,14 +182,18 @@ class CachedAttentionTest : public ::testing::TestWithParam<CachedCase> {
             HostTensor::random(length, c.kv_heads, 128, c.dtype, seed + 1).view());
       }
     }
-    /// A token of all sessions, with queries that turn slowly, so that steps share tokens.
-    std::vector<CallTensors> step(const CachedCase& c, std::uint64_t seed) {
+    /// A token for all sessions, with queries that turn slowly, so that steps share tokens.
+    [[nodiscard]] std::vector<CallTensors> calls_of(const CachedCase& c, std::uint64_t seed) const {
       std::vector<CallTensors> calls;
       for (std::size_t i = 0; i < sessions.size(); ++i) {
         calls.emplace_back(engine.config().model, 1, 1000 * seed + i, c.dtype, 8192);
         calls.back().query =
             HostTensor::random(1, c.query_heads, 128, c.dtype, 100 * (seed / 4) + i);
       }
+      return calls;
+    }
+    std::vector<CallTensors> step(const CachedCase& c, std::uint64_t seed) {
+      std::vector<CallTensors> calls = calls_of(c, seed);
       std::vector<BatchItem> items = batch_of(sessions, calls);
       // Ids are wanted by calls alone.
       if (items.size() == 1) items.front().outputs = calls.front().outputs(true);
@@ -167,6 +206,7 @@ class CachedAttentionTest : public ::testing::TestWithParam<CachedCase> {
   };
 
   static void expect_same_counts(const Run& one, const Run& apart) {
+    if (GetParam().evicts) return;  // prefetches do not wait for evicted pages
     const Stats::Cumulative a = one.engine.stats().cumulative;
     const Stats::Cumulative b = apart.engine.stats().cumulative;
     EXPECT_EQ(a.rows_selected, b.rows_selected);
@@ -193,6 +233,7 @@ TEST_P(CachedAttentionTest, GivesWhatStagedRowsGive) {
     expect_same_counts(one, apart);
   }
   EXPECT_GT(one.engine.stats().cumulative.row_cache_hits, 0U);
+  EXPECT_EQ(one.engine.stats().cumulative.pages_evicted > 0, GetParam().evicts);
 }
 
 TEST_P(CachedAttentionTest, ServesNoRowOfATokenThatIsGone) {
@@ -219,6 +260,57 @@ TEST_P(CachedAttentionTest, ServesNoRowOfATokenThatIsGone) {
   }
   expect_same_counts(one, apart);
 }
+
+/// Some of them on the device, in a graph.
+class CachedGraphTest : public CachedAttentionTest {};
+
+TEST_P(CachedGraphTest, ReplaysGiveWhatStepsGive) {
+  constexpr int kReplays = 8;
+  Run replayed(GetParam(), false), eager(GetParam(), false);
+  const OwnStream stream;
+  std::vector<std::unique_ptr<DeviceCall>> fixed;
+  std::vector<BatchItem> items;
+  for (const CallTensors& call : replayed.calls_of(GetParam(), 1)) {
+    Session& session = replayed.sessions[fixed.size()];
+    session.reserve(kReplays);
+    fixed.push_back(std::make_unique<DeviceCall>(call));
+    AttendOutputs outputs = fixed.back()->outputs();
+    outputs.selected = {};
+    items.push_back({&session, fixed.back()->inputs(), outputs, {}});
+  }
+  const Graph graph(stream, [&] { replayed.engine.decode(0, items, stream.ref()); });
+  for (std::uint64_t seed = 8; seed < 8 + kReplays; ++seed) {
+    std::vector<std::unique_ptr<DeviceCall>> next;
+    for (const CallTensors& call : replayed.calls_of(GetParam(), seed)) {
+      next.push_back(std::make_unique<DeviceCall>(call));
+      fixed[next.size() - 1]->take_inputs(*next.back(), stream.get());
+    }
+    graph.launch(stream);
+    stream.synchronize();
+    const std::vector<CallTensors> calls = eager.step(GetParam(), seed);
+    for (std::size_t i = 0; i < calls.size(); ++i) {
+      CallTensors found = calls[i];
+      fixed[i]->download(found);
+      found.ids = calls[i].ids;
+      ASSERT_TRUE(near_results(found, calls[i])) << "sequence " << i << ", step " << seed;
+    }
+  }
+  expect_same_counts(replayed, eager);
+}
+
+std::vector<CachedCase> cases_named(const std::vector<std::string>& names) {
+  std::vector<CachedCase> found;
+  for (const CachedCase& c : cases()) {
+    if (std::find(names.begin(), names.end(), c.name) != names.end()) found.push_back(c);
+  }
+  return found;
+}
+
+INSTANTIATE_TEST_SUITE_P(Paths, CachedGraphTest,
+                         ::testing::ValuesIn(cases_named({"OnChip", "StreamInt8", "RaggedStream",
+                                                          "NineSequences", "NineSequencesStream",
+                                                          "Tiered"})),
+                         [](const auto& path) { return path.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(Paths, CachedAttentionTest, ::testing::ValuesIn(cases()),
                          [](const auto& path) { return path.param.name; });
