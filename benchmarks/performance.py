@@ -545,8 +545,7 @@ def resident(_):
              "20 ms; 1 %", "5 ms; 0.2 %", f"{number(fork['us'] / 1000)} ms; {100 * fork['share_of_parent']:.2f} %")]
     cached = run.find("row_cache_step", tokens=32 * K)
     return (f"`benchmarks/results/{run.path.name}`, {run.date}, by `{run.command}`.\n\n" + table(["what", "must", "aim", "measured"], rows)
-            + f"\n\nWith KV in host memory and cached rows for all of it the step takes {number(cached['found_all_us'])} us, {number(cached['resident_us'])} with KV on the "
-            "device: rows that are found are copied to staging, and the kernels that choose and attend at once read pages on the device alone.")
+            + f"\n\nWith KV in host memory and cached rows for all of it the step takes {number(cached['found_all_us'])} us, {number(cached['resident_us'])} with KV on the device.")
 
 
 BLOCKS = {function.__name__: function for function in
