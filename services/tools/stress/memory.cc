@@ -75,13 +75,21 @@ Backend backend_in_use(Backend wanted) {
   return Engine(smallest).backend();
 }
 
-/// Returns the workspace of an engine for the run's shape, within a budget. One that leaves no room
-/// for it counts as used up.
-std::size_t workspace_bytes(const StressOptions& options, std::size_t budget, Backend backend) {
+/// Returns the workspace of an engine for the run's shape, within a budget if it has room for the
+/// least one.
+std::size_t workspace_bytes(const StressOptions& options, Backend backend) {
   Config config = base_config(options);
   config.memory.row_cache_bytes = 0;
-  config.memory.device_bytes = budget;
-  return engine_memory(config, backend).workspace;
+  config.memory.device_bytes = SIZE_MAX / 2;
+  const std::size_t most = engine_memory(config, backend).workspace;
+  if (!options.device_budget) return most;
+  config.memory.device_bytes = *options.device_budget;
+  try {
+    return std::min(most, engine_memory(config, backend).workspace);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kResourceExhausted) throw;
+    return most;  // more than the budget, which `check_memory` refuses
+  }
 }
 
 std::string counted(std::int64_t number, const char* noun) {
@@ -154,11 +162,7 @@ MemoryNeed memory_need(const StressOptions& options) {
                 layers * sequences * LayerSource::bytes(synthetic_shape(options));
 
   const Backend backend = need.backend = backend_in_use(options.backend);
-  need.workspace = workspace_bytes(options, SIZE_MAX / 2, backend);
-  if (options.device_budget) {
-    need.workspace =
-        std::min(need.workspace, workspace_bytes(options, *options.device_budget, backend));
-  }
+  need.workspace = workspace_bytes(options, backend);
   need.row_cache = sequences * session_need(options, options.rows_kept(backend)).row_cache;
   if (options.compare_dense) {
     need.dense = 2 * need.workspace + (need.pages + need.sketches) / layers;

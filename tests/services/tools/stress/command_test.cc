@@ -185,6 +185,7 @@ TEST_F(StressCommandTest, RefusesBadOptionsBeforeWorkStarts) {
       {{"--rule", "top_k", "--error-target", "0.1"},
        "error: INVALID_ARGUMENT: options:\n  error_target: expected 0"},
       {{"--host-budget", "64M"}, "error: RESOURCE_EXHAUSTED: host budget: expected at least "},
+      {{"--device-budget", "1M"}, "error: RESOURCE_EXHAUSTED: device budget: expected at least "},
       {{"--tokens", "512M", "--preset", "llama-3.1-70b"}, "error: RESOURCE_EXHAUSTED: "},
       {{"--json", (folder_ / "missing" / "a.json").string()}, "error: UNAVAILABLE: "},
       {{"--json", folder_.string()}, "error: UNAVAILABLE: "}};
