@@ -41,6 +41,13 @@ void check(const SelectRequest& request, const SelectorLimits& limits) {
   static_cast<void>(limits);
 }
 
+/// Whether work may be forked to a stream and joined: not while that is in the capture of another
+/// graph.
+[[maybe_unused]] bool may_fork(const transfer::Stream& from, const transfer::Stream& to) {
+  const std::uint64_t graph = to.capture_id();
+  return graph == 0 || graph == from.capture_id();
+}
+
 [[maybe_unused]] SelectShape shape_of(const SelectRequest& request, bool recall) {
   const std::int64_t slabs =
       (request.max_length + hashing::kBlockTokens - 1) / hashing::kBlockTokens;
@@ -180,13 +187,22 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
       const int count = request.query_batch.count;
-      const int first = how.halves && request.cached != nullptr ? count / 2 : count;
-      const transfer::Event begin = first < count ? stream.record() : transfer::Event{};
-      cuda::select(stream.native(), request, space, recall_params, how, {0, first});
-      if (first == count) return space.selection;
+      const auto serve = [&](const transfer::Stream& on, const QueryPart& part) {
+        cuda::select(on.native(), request, space, recall_params, how, part);
+      };
+      if (!how.halves || request.cached == nullptr || !may_fork(stream, *second_half_)) {
+        serve(stream, {0, count});
+        return space.selection;
+      }
+      const transfer::Event begin = stream.record();
+      serve(stream, {0, count / 2});
       second_half_->wait(begin);
-      cuda::select(second_half_->native(), request, space, recall_params, how,
-                   {first, count - first});
+      try {
+        serve(*second_half_, {count / 2, count - count / 2});
+      } catch (...) {
+        stream.wait(second_half_->record());
+        throw;
+      }
       stream.wait(second_half_->record());
       return space.selection;
     }

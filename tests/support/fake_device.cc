@@ -90,7 +90,7 @@ class FakeStream final : public transfer::Stream {
     device_.run_all();
     assert(entries_.empty());
   }
-  [[nodiscard]] bool capturing() const override { return false; }
+  [[nodiscard]] std::uint64_t capture_id() const override { return 0; }
 
   bool step() {
     if (entries_.empty()) return false;

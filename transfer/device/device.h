@@ -145,8 +145,10 @@ class Stream {
   virtual void wait(const Event& event) = 0;
   /// Blocks the host until all enqueued work is done; throws what it threw. Never inside a step.
   virtual void synchronize() = 0;
-  /// Returns whether a CUDA graph is being captured.
-  [[nodiscard]] virtual bool capturing() const = 0;
+  /// Returns the number of the CUDA graph that is being captured of the stream, or 0. A stream that
+  /// was forked from a captured one is in that capture until it ends, also after it was joined.
+  [[nodiscard]] virtual std::uint64_t capture_id() const = 0;
+  [[nodiscard]] bool capturing() const { return capture_id() != 0; }
 };
 
 /// Owns one allocation. Move-only; returns its memory when destroyed, so it must outlive the work

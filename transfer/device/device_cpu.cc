@@ -131,7 +131,7 @@ class CpuStream final : public Stream {
     const std::lock_guard lock(mutex_);
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
-  [[nodiscard]] bool capturing() const override { return false; }
+  [[nodiscard]] std::uint64_t capture_id() const override { return 0; }
 
  private:
   /// Order is kept also after an error: a wait for an event must end.

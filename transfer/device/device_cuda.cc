@@ -117,11 +117,14 @@ class CudaStream final : public Stream {
     KVTIER_CUDA_CHECK(cudaStreamWaitEvent(stream_, state->native(), 0));
   }
   void synchronize() override { KVTIER_CUDA_CHECK(cudaStreamSynchronize(stream_)); }
-  [[nodiscard]] bool capturing() const override {
-    if (stream_ == cudaStreamLegacy) return false;  // asking would end another thread's capture
+  [[nodiscard]] std::uint64_t capture_id() const override {
+    constexpr std::uint64_t kInvalidated = ~std::uint64_t{0};
+    if (stream_ == cudaStreamLegacy) return 0;  // asking would end another thread's capture
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    KVTIER_CUDA_CHECK(cudaStreamIsCapturing(stream_, &status));
-    return status != cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    KVTIER_CUDA_CHECK(cudaStreamGetCaptureInfo(stream_, &status, &id));
+    if (status == cudaStreamCaptureStatusNone) return 0;
+    return status == cudaStreamCaptureStatusActive ? id : kInvalidated;
   }
 
  private:
