@@ -17,7 +17,9 @@ void plan_attention(const SelectShape& shape, const DeviceLimits& device, Select
     // Missing rows take longer than the sketches: a row as long as some 64 to 140 of these.
     constexpr std::int64_t kTokensOfRow = 96;
     constexpr int kFewest = 3;  // two sequences take 5 us more in halves
-    plan.halves = plan.path == SelectionPath::kStream && shape.num_queries >= kFewest &&
+    // Half of the SMs read the sketches of the second half at least.
+    const bool room = device.processors * 3 / 2 <= kMostStreamBlocks;
+    plan.halves = plan.path == SelectionPath::kStream && shape.num_queries >= kFewest && room &&
                   shape.max_length <= kTokensOfRow * max_per_query(shape.params, shape.max_length);
   }
 }

@@ -187,7 +187,9 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
 ExchangeLease lease_exchange() {
   int device = 0;
   KVTIER_CUDA_CHECK(cudaGetDevice(&device));
-  constexpr int kMostWaiting = static_cast<int>(kFusedBlocks) - 1;  // blocks of a launch
+  // Blocks of a launch, or of two launches: those of a batch in halves.
+  constexpr int kMostWaiting = static_cast<int>(kFusedBlocks) - 1;
+  static_assert(2 * (kChoiceBlocks - 1) <= kMostWaiting);
   return {device, (device_attribute(cudaDevAttrMultiProcessorCount) - 1) / kMostWaiting};
 }
 

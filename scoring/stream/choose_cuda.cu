@@ -665,12 +665,14 @@ void enqueue_stream(cudaStream_t stream, const FilterArgs& args, const Selection
   } else if (args.part.first == 0) {
     enqueue_stream_pass(stream, args, stream_blocks());
   } else {
-    // The second half runs beside the choice of the first one, on the SMs that this leaves.
+    // The second half runs beside the choice of the first one, on the SMs that this leaves. Blocks
+    // that find none wait for it to end.
     FilterArgs second = args;
-    second.first_block = stream_blocks();
+    const int blocks = second.first_block = stream_blocks();
     const int chosen = args.part.first * args.request.kv.kv_heads * static_cast<int>(plan.blocks);
-    const int most = kMostStreamBlocks - second.first_block;
-    enqueue_stream_pass(stream, second, std::clamp(stream_blocks() - chosen, 1, most));
+    enqueue_stream_pass(
+        stream, second,
+        std::min(std::max(blocks - chosen, blocks / 2), kMostStreamBlocks - blocks));
   }
   enqueue_stream_choice(stream, args, nullptr, plan);
 }

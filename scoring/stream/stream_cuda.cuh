@@ -9,9 +9,9 @@
 /// differs in part (stream/collisions_cuda.cuh).
 ///
 /// 1. `stream_pass` (stream/pass_cuda.cu) reads every sketch once. Its blocks share out evenly the
-///    units of all queries and KV heads. Of each token it writes a 16-bit *approximate key*, the
-///    combined score with *reference* normalisers that a few units give, and it sums the exact
-///    normalisers.
+///    units of all queries that it serves and of all KV heads. Of each token it writes a 16-bit
+///    *approximate key*, the combined score with *reference* normalisers that a few units give, and
+///    it sums the exact normalisers.
 /// 2. `choose_from_stream` (stream/choose_cuda.cu) finds the approximate key of the k-th best. With
 ///    the exact normalisers it knows how far approximate keys can be off. It scores again, exactly,
 ///    the tokens that may belong to the k best, and chooses among them; where the rows are on the
@@ -54,7 +54,7 @@ inline constexpr float kLeastLogSum = -110.0F;
 /// References further below the exact normalisers than this may have let shares overflow.
 inline constexpr float kMostLogShare = 64.0F;
 
-/// Units of the eligible tokens of all queries, each once for every KV head, and how the blocks of
+/// Units of the eligible tokens of `args.part`, each once for every KV head, and how the blocks of
 /// the pass share them: runs of `each` neighbours of all pairs of a unit and a KV head. Where that
 /// costs little, no block has units of two KV heads: then the units of each are rounded up to whole
 /// runs.
