@@ -268,8 +268,13 @@ class Step {
   void attend(Launch& launch, bool after_append) {
     const ResolvedOptions& options = launch.options();
     QueriesRead read = read_queries(launch, after_append);
-    const std::optional<transfer::CachedSequences> cached = cached_rows(launch, read);
-    if (cached || selection_attends(launch, read)) {
+    const std::vector<LayerState*> layers = this->layers(launch);
+    const bool resident = !pages_may_be_evicted() || TieredLaunch::all_resident(stream(), layers);
+    // Stages that are timed run apart, and evicted pages are restored between the two.
+    const bool may_fuse = resident && !engine_.config.time_stages;
+    const std::optional<transfer::CachedSequences> cached =
+        may_fuse ? cached_rows(launch, read) : std::nullopt;
+    if (cached || (may_fuse && read.plan.attends && engine_.pools.pages_on_device)) {
       Outputs outputs = make_outputs(launch);
       const attention::AttendTargets targets{.softmax_scale = options.softmax_scale,
                                              .logit_softcap = options.logit_softcap,
@@ -304,8 +309,7 @@ class Step {
         request.appending_tokens = hashing::kMostOverlappedTokens;
       }
     }
-    if (const std::vector<LayerState*> layers = this->layers(launch);
-        pages_may_be_evicted() && !TieredLaunch::all_resident(stream(), layers)) {
+    if (!resident) {
       StageTimer timer(scope_, engine_, engine_.statistics.seconds.fetch);
       TieredLaunch tiered(stream(), engine_, layers, request);
       if (!ensure_resident(launch, tiered, read, selection)) {
@@ -378,22 +382,12 @@ class Step {
     return read;
   }
 
-  /// Whether one kernel may select and attend. Stages that are timed apart run apart, and evicted
-  /// pages are restored between the two.
-  [[nodiscard]] bool may_fuse(const Launch& launch) const {
-    return !engine_.config.time_stages &&
-           (!pages_may_be_evicted() || TieredLaunch::all_resident(stream(), layers(launch)));
-  }
-  /// Whether one kernel selects and attends to rows on the device.
-  [[nodiscard]] bool selection_attends(const Launch& launch, const QueriesRead& read) const {
-    return read.plan.attends && engine_.pools.pages_on_device && may_fuse(launch);
-  }
-  /// The row cache of the launch, where one kernel selects and attends through it.
+  /// The row cache of the launch, where one kernel can select and attend through it.
   [[nodiscard]] std::optional<transfer::CachedSequences> cached_rows(const Launch& launch,
                                                                      const QueriesRead& read) {
     const bool one_each = launch.queries.count == launch.sequences.count;
     if (read.plan.cached_rows == 0 || engine_.pools.pages_on_device || engine_.kv.row_checks ||
-        !one_each || max_selected(launch) > read.plan.cached_rows || !may_fuse(launch)) {
+        !one_each || max_selected(launch) > read.plan.cached_rows) {
       return std::nullopt;
     }
     const std::vector<LayerState*> layers = this->layers(launch);
