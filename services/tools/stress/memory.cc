@@ -88,7 +88,10 @@ std::size_t workspace_bytes(const StressOptions& options, Backend backend) {
     return std::min(most, engine_memory(config, backend).workspace);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kResourceExhausted) throw;
-    return most;  // more than the budget, which `check_memory` refuses
+    // The least, which is more than the budget: `check_memory` refuses that.
+    config.memory.device_bytes = SIZE_MAX / 2;
+    config.memory.max_batch_rows = 1;
+    return std::min(most, engine_memory(config, backend).workspace);
   }
 }
 
