@@ -268,8 +268,8 @@ class Step {
   void attend(Launch& launch, bool after_append) {
     const ResolvedOptions& options = launch.options();
     QueriesRead read = read_queries(launch, after_append);
-    const std::vector<LayerState*> layers = this->layers(launch);
-    const bool resident = !pages_may_be_evicted() || TieredLaunch::all_resident(stream(), layers);
+    const bool resident =
+        !pages_may_be_evicted() || TieredLaunch::all_resident(stream(), layers(launch));
     // Stages that are timed run apart, and evicted pages are restored between the two.
     const bool may_fuse = resident && !engine_.config.time_stages;
     const std::optional<transfer::CachedSequences> cached =
@@ -310,6 +310,7 @@ class Step {
       }
     }
     if (!resident) {
+      const std::vector<LayerState*> layers = this->layers(launch);
       StageTimer timer(scope_, engine_, engine_.statistics.seconds.fetch);
       TieredLaunch tiered(stream(), engine_, layers, request);
       if (!ensure_resident(launch, tiered, read, selection)) {
