@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 /// Steps of which one kernel selects and attends through the row cache, against the same steps by a
@@ -91,6 +92,12 @@ std::vector<CachedCase> cases() {
        .retrieval = streamed(usual(200)),
        .lengths = ragged,
        .format = PageFormat::kInt8},
+      {.name = "RaggedStreamErrorTarget",
+       .retrieval = with_error(streamed(usual(300))),
+       .lengths = ragged},
+      // Nothing is eligible in a half of the batch.
+      {.name = "ShortFirst", .retrieval = streamed(usual(200)), .lengths = {100, 1, 3000, 5200}},
+      {.name = "ShortLast", .retrieval = streamed(usual(200)), .lengths = {3000, 5200, 100, 1}},
       // More than 16 pairs of a query and a KV head, and as many as are served.
       {.name = "NineSequences",
        .kv_heads = 8,
@@ -296,6 +303,45 @@ TEST_P(CachedGraphTest, ReplaysGiveWhatStepsGive) {
     }
   }
   expect_same_counts(replayed, eager);
+}
+
+/// A step on another stream, while the streams of the engine are in the capture of the graph.
+TEST_P(CachedGraphTest, StepsBesideACaptureGiveWhatStepsGive) {
+  Run run(GetParam(), false), alone(GetParam(), false);
+  std::vector<Session> captured;
+  std::vector<std::unique_ptr<DeviceCall>> fixed;
+  std::vector<BatchItem> items;
+  for (const CallTensors& call : run.calls_of(GetParam(), 1)) {
+    fixed.push_back(std::make_unique<DeviceCall>(call));
+    captured.push_back(std::move(run.sessions[fixed.size() - 1].fork(1).front()));
+    captured.back().reserve(1);
+  }
+  for (std::size_t i = 0; i < fixed.size(); ++i) {
+    items.push_back({&captured[i], fixed[i]->inputs(), fixed[i]->outputs(), {}});
+    items.back().outputs.selected = {};
+  }
+  const OwnStream stream, beside;
+  std::vector<std::unique_ptr<DeviceCall>> stepped;
+  std::vector<BatchItem> step;
+  for (const CallTensors& call : run.calls_of(GetParam(), 2)) {
+    stepped.push_back(std::make_unique<DeviceCall>(call));
+    Session& session = run.sessions[stepped.size() - 1];
+    session.reserve(1);
+    step.push_back({&session, stepped.back()->inputs(), stepped.back()->outputs(), {}});
+    step.back().outputs.selected = {};
+  }
+  const Graph graph(stream, [&] {
+    run.engine.decode(0, items, stream.ref());
+    run.engine.decode(0, step, beside.ref());
+  });
+  beside.synchronize();
+  const std::vector<CallTensors> calls = alone.step(GetParam(), 2);
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    CallTensors found = calls[i];
+    stepped[i]->download(found);
+    found.ids = calls[i].ids;
+    EXPECT_TRUE(near_results(found, calls[i])) << "sequence " << i;
+  }
 }
 
 std::vector<CachedCase> cases_named(const std::vector<std::string>& names) {

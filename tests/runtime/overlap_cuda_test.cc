@@ -21,7 +21,8 @@ struct OverlapCase {
   KvPlacement placement = KvPlacement::kHost;
   double recall = 0.0;
   LayerMode mode = LayerMode::kSparse;
-  int queries = 1;  // of a step
+  int queries = 1;  // of a step, per sequence
+  int sequences = 1;
 };
 
 std::ostream& operator<<(std::ostream& out, const OverlapCase& c) { return out << c.name; }
@@ -42,6 +43,8 @@ RetrievalConfig norm_aware(SketchCode code, SelectionRule rule,
 
 std::vector<OverlapCase> overlap_cases() {
   const RetrievalConfig usual = norm_aware(SketchCode::kScalar, SelectionRule::kPriority);
+  RetrievalConfig eight_bits = usual;
+  eight_bits.query_bits = 8;
   RetrievalConfig target = with(usual, 512);
   target.error_target = 0.1F;
   RetrievalConfig soft = with(RetrievalConfig::socket(), 128);
@@ -70,6 +73,10 @@ std::vector<OverlapCase> overlap_cases() {
       // More than 32 (query, KV head): a block of attention has parts of several.
       {"Batch", 3000, 6, 3, 64, with(usual, 512), KvPlacement::kHost, 0.0, LayerMode::kSparse, 16},
       {"DenseBatch", 2000, 6, 3, 64, usual, KvPlacement::kDevice, 0.0, LayerMode::kDense, 16},
+      {"Sequences", 3000, 8, 2, 128, usual, KvPlacement::kHost, 0.0, LayerMode::kSparse, 1, 5},
+      // Served in halves.
+      {"SequencesStream", 3000, 8, 2, 128, eight_bits, KvPlacement::kHost, 0.0, LayerMode::kSparse,
+       1, 5},
   };
 }
 
@@ -101,23 +108,40 @@ class OverlapTest : public ::testing::TestWithParam<OverlapCase> {
   }
   void TearDown() override { transfer::set_kernel_overlap(true); }
 
-  /// Results of steps of two layers, all of which are enqueued before any has ended.
-  static std::vector<std::unique_ptr<DeviceCall>> steps(Engine& engine, const OverlapCase& c) {
+  using Calls = std::vector<std::unique_ptr<DeviceCall>>;
+
+  /// Results of steps of two layers, all of which are enqueued before any has ended. A step has a
+  /// call per sequence.
+  static Calls steps(Engine& engine, const OverlapCase& c) {
+    constexpr int kSteps = 12;
     const ModelConfig& model = engine.config().model;
-    Session session = engine.open();
-    for (int layer = 0; layer < 2; ++layer) append_random(session, model, layer, c.tokens, 7);
     const OwnStream stream;
-    std::vector<std::unique_ptr<DeviceCall>> calls;
-    for (std::uint64_t i = 0; i < 12; ++i) {
-      calls.push_back(std::make_unique<DeviceCall>(CallTensors(model, c.queries, 100 + i)));
+    Calls calls;
+    std::vector<Session> sessions;
+    for (int i = 0; i < c.sequences; ++i) {
+      sessions.push_back(engine.open());
+      for (int layer = 0; layer < 2; ++layer) {
+        append_random(sessions.back(), model, layer, c.tokens + 100 * i,
+                      static_cast<std::uint64_t>(7 + i));
+      }
+      sessions.back().reserve(kSteps * c.queries, stream.ref());
     }
-    session.reserve(static_cast<std::int64_t>(calls.size()) * c.queries, stream.ref());
+    for (int i = 0; i < kSteps * c.sequences; ++i) {
+      const auto seed = static_cast<std::uint64_t>(100 + i);
+      calls.push_back(std::make_unique<DeviceCall>(CallTensors(model, c.queries, seed)));
+    }
     stream.synchronize();
-    for (std::size_t i = 0; i < calls.size(); ++i) {
-      AttendOptions options;
-      if (c.recall > 0.0) options.recall_target = RecallTarget{.recall = c.recall, .min_top_k = 8};
-      session.decode(static_cast<int>(i % 2), calls[i]->inputs(), calls[i]->outputs(), stream.ref(),
-                     options);
+    AttendOptions options;
+    if (c.recall > 0.0) options.recall_target = RecallTarget{.recall = c.recall, .min_top_k = 8};
+    for (int step = 0; step < kSteps; ++step) {
+      std::vector<BatchItem> items;
+      for (std::size_t i = 0; i < sessions.size(); ++i) {
+        const DeviceCall& call = *calls[static_cast<std::size_t>(step) * sessions.size() + i];
+        items.push_back({&sessions[i], call.inputs(), call.outputs(), options});
+        // Ids are wanted by calls alone.
+        if (sessions.size() > 1) items.back().outputs.selected = {};
+      }
+      engine.decode(step % 2, items, stream.ref());
     }
     stream.synchronize();
     return calls;
@@ -126,13 +150,13 @@ class OverlapTest : public ::testing::TestWithParam<OverlapCase> {
 
 TEST_P(OverlapTest, ChangesNoResult) {
   Engine engine(config_of(GetParam()));
-  const auto with_overlap = steps(engine, GetParam());
+  const Calls with_overlap = steps(engine, GetParam());
   transfer::set_kernel_overlap(false);
-  const auto without = steps(engine, GetParam());
+  const Calls without = steps(engine, GetParam());
   for (std::size_t i = 0; i < without.size(); ++i) {
-    EXPECT_EQ(with_overlap[i]->out.download(), without[i]->out.download()) << "step " << i;
-    EXPECT_EQ(with_overlap[i]->lse.download(), without[i]->lse.download()) << "step " << i;
-    EXPECT_EQ(with_overlap[i]->ids.download(), without[i]->ids.download()) << "step " << i;
+    EXPECT_EQ(with_overlap[i]->out.download(), without[i]->out.download()) << "call " << i;
+    EXPECT_EQ(with_overlap[i]->lse.download(), without[i]->lse.download()) << "call " << i;
+    EXPECT_EQ(with_overlap[i]->ids.download(), without[i]->ids.download()) << "call " << i;
   }
 }
 
