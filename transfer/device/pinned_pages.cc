@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <linux/mempolicy.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -80,7 +81,11 @@ class FirstTouch {
                                     : std::max(1U, std::thread::hardware_concurrency());
     const std::size_t count = std::min<std::size_t>(wanted, pieces_);
     threads_.reserve(count);
-    for (std::size_t i = 0; i < count; ++i) threads_.emplace_back([this] { work(); });
+    try {
+      while (threads_.size() < count) threads_.emplace_back([this] { work(); });
+    } catch (const std::exception&) {
+      if (threads_.empty()) work();  // else those that there are do it
+    }
   }
   FirstTouch(const FirstTouch&) = delete;  // threads point to it
   FirstTouch& operator=(const FirstTouch&) = delete;

@@ -52,9 +52,9 @@ struct PinMethod {
 [[nodiscard]] Buffer pinned_pages(Pinner& pinner, int node, std::size_t bytes,
                                   const PinOptions& options, PinRefusal& refusal);
 
-/// Touches every page of memory with `threads` threads (0: all) and calls `ready` with the bytes
-/// from the front that are touched, chunk by chunk, from the calling thread. What `ready` throws
-/// passes through, with no thread left.
+/// Touches every page of memory with `threads` threads (0: all), or as many as the system has, and
+/// calls `ready` with the bytes from the front that are touched, chunk by chunk, from the calling
+/// thread. What `ready` throws passes through, with no thread left.
 void touch_pages(std::byte* data, std::size_t bytes, int threads,
                  const std::function<void(std::size_t)>& ready);
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <limits>
+#include <optional>
 #include <sys/resource.h>
 #include <utility>
 #include <vector>
@@ -57,6 +58,13 @@ FileTierOptions validated(const FileTierOptions& options) {
 }
 
 }  // namespace
+
+std::uint64_t capacity_pages(const FileTierOptions& options, std::size_t page_bytes) {
+  std::uint64_t segments = options.capacity_bytes / options.segment_bytes;
+  if (options.retain && segments > 0) --segments;  // the one that pages are moved to
+  // A segment begins with its header, and has room for a seal.
+  return segments * ((options.segment_bytes - 2 * kBlockBytes) / record_bytes(page_bytes));
+}
 
 RecordHeader header_of(const PageKey& key, const PagePlace& place) {
   return {.kind = RecordKind::kPage,
@@ -138,6 +146,7 @@ void FileTier::State::retire() {
     if (empty) index.drop(*segment);
   }
   if (empty) return folder.remove(*segment);
+  if (options.retain) return;  // no start reads a file without a name
   if (segment->doubtful || segment->ops.fdatasync(segment->fd) != 0) return;
   const AlignedBuffer block(kBlockBytes);
   encode(RecordHeader{.kind = RecordKind::kSeal,
@@ -189,8 +198,13 @@ int FileTier::State::make_room(std::uint64_t record) {
 }
 
 int FileTier::State::compact(std::uint64_t record) {
+  struct Move {
+    PageKey key{};
+    PagePlace old;
+    std::optional<PagePlace> moved;  // none: the disk has lost the page
+  };
   std::shared_ptr<Segment> from;
-  std::vector<std::pair<PageKey, PagePlace>> live;
+  std::vector<Move> live;
   std::uint64_t bytes = 0;
   {
     const std::lock_guard lock(mutex);
@@ -199,50 +213,48 @@ int FileTier::State::compact(std::uint64_t record) {
     for (const PageKey& key : from->keys) {
       const PagePlace* place = index.find(key);
       if (place == nullptr || place->segment != from) continue;
-      live.emplace_back(key, *place);
+      live.push_back({.key = key, .old = *place, .moved = {}});
       bytes += record_bytes(place->length);
     }
   }
   const std::uint64_t room = options.segment_bytes - 2 * kBlockBytes;
   if (bytes > room / 4 * 3 || bytes + record > room) return ENOSPC;
   int error = 0;
-  active = folder.create(error);
-  if (active == nullptr) return error;
-  {
-    const std::lock_guard lock(mutex);
-    index.add(active);
-  }
-  for (const auto& [key, place] : live) {
-    const AlignedBuffer moved(static_cast<std::size_t>(record_bytes(place.length)));
-    const std::span<std::byte> page = moved.bytes().subspan(kBlockBytes);
-    error = folder.ops().read_all(from->fd, page, place.offset + kBlockBytes);
+  const std::shared_ptr<Segment> into = folder.create(error);
+  if (into == nullptr) return error;
+  // Until all are copied they stay where they are: after an error `into` is given up.
+  for (auto& [key, old, moved] : live) {
+    const AlignedBuffer record_buffer(static_cast<std::size_t>(record_bytes(old.length)));
+    const std::span<std::byte> page = record_buffer.bytes().subspan(kBlockBytes);
+    error = folder.ops().read_all(from->fd, page, old.offset + kBlockBytes);
+    if (error > 0) {
+      from->unreadable = true;
+      return error;
+    }
     const bool whole =
-        error == 0 && crc32c(page.first(static_cast<std::size_t>(place.length))) == place.crc;
-    PagePlace to = place;
-    to.segment = active;
-    to.offset = active->end;
-    if (whole) {
-      RecordHeader header = header_of(key, to);
-      header.durable_end = active->durable_end;
-      encode(header, active->header, moved.bytes().first<kBlockBytes>());
-      error = folder.ops().write_all(active->fd, moved.bytes(), to.offset);
-      if (error != 0) {
-        active->doubtful = true;  // what is not moved yet stays where it is
-        return error;
-      }
-      active->end += record_bytes(place.length);
-    }
-    const std::lock_guard lock(mutex);
-    if (!index.erase(key, place)) continue;  // removed meanwhile
-    if (whole) {
-      index.insert(key, to);
-    } else {
-      ++stats.evicted;  // the disk has lost it
-    }
+        error == 0 && crc32c(page.first(static_cast<std::size_t>(old.length))) == old.crc;
+    if (!whole) continue;
+    moved = PagePlace{into, into->end, old.length, old.crc};
+    RecordHeader header = header_of(key, *moved);
+    header.durable_end = into->durable_end;
+    encode(header, into->header, record_buffer.bytes().first<kBlockBytes>());
+    error = folder.ops().write_all(into->fd, record_buffer.bytes(), moved->offset);
+    if (error != 0) return error;
+    into->end += record_bytes(old.length);
   }
   const std::lock_guard lock(mutex);
+  index.add(into);
+  for (const auto& [key, old, moved] : live) {
+    if (!index.erase(key, old)) continue;  // removed meanwhile
+    if (moved) {
+      index.insert(key, *moved);
+    } else {
+      ++stats.evicted;
+    }
+  }
   index.drop(*from);
   folder.remove(*from);
+  active = into;
   return 0;
 }
 

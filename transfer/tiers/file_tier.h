@@ -31,13 +31,16 @@ struct FileTierOptions {
   FileOps* ops = nullptr;        ///< For tests; implies threads. Must outlive the tier.
 };
 
+/// Returns how many pages of one size fit beside what the files need for themselves.
+[[nodiscard]] std::uint64_t capacity_pages(const FileTierOptions& options, std::size_t page_bytes);
+
 /// Pages in a folder of a disk, as a log of segment files; a cache. docs/tiers.md says how.
 ///
 /// A restart finds the pages that were put with kOk, and no others but whole ones. When the
 /// capacity is reached the tier drops a segment with its pages: the oldest that has not been read
 /// from since the hand of a clock passed it. A page that cannot be read as it was written is
-/// kCorrupt, or kUnavailable when the disk said so, and gone. kFull means that the disk is full and
-/// the tier had nothing to drop.
+/// kCorrupt, or kUnavailable when the disk said so, and gone; but a tier that retains keeps one
+/// that is kUnavailable. kFull means that the disk is full and the tier had nothing to drop.
 ///
 /// Transfers keep to the deadline. Opening and closing a segment file, once per `segment_bytes`,
 /// does not, nor does the destructor: it waits for transfers that were left behind.

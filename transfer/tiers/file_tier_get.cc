@@ -111,6 +111,8 @@ class FileTier::Get {
     }
     const bool unreadable = plan.error > 0;
     page.status = unreadable ? TierStatus::kUnavailable : TierStatus::kCorrupt;
+    // The next read may succeed, and no other tier is bound to have the page.
+    if (unreadable && state_.options.retain) return;
     if (state_.forget(page.key, plan.place)) {
       static_cast<void>(State::bury(io, page.key, plan.place));
     }

@@ -24,7 +24,8 @@ struct FileTier::State {
   /// Makes `active` a segment with room for a record, or returns an errno.
   int make_room(std::uint64_t record);
   /// Makes `active` a segment to which the live pages of the sparsest one have been moved, with
-  /// room for a record, or returns an errno. ENOSPC: it would gain too little.
+  /// room for a record, or returns an errno with all pages where they were. ENOSPC: it would gain
+  /// too little.
   int compact(std::uint64_t record);
   /// Ends the active segment: seals it when nothing in it is doubtful, deletes it when it is empty.
   void retire();

@@ -85,7 +85,8 @@ class IoChannel {
 [[nodiscard]] std::unique_ptr<IoChannel> make_uring_channel(std::size_t num_slots,
                                                             std::size_t slot_bytes,
                                                             std::string& reason);
-/// By threads that call `pread` and `pwrite`, `num_threads` of them.
+/// By threads that call `pread` and `pwrite`, `num_threads` of them or as many as the system has.
+/// Throws `kResourceExhausted` when it has none.
 [[nodiscard]] std::unique_ptr<IoChannel> make_thread_channel(std::size_t num_slots,
                                                              std::size_t slot_bytes,
                                                              std::size_t num_threads);

@@ -1,7 +1,11 @@
+#include "kvtier/error.h"
+
 #include "transfer/tiers/io_channel.h"
 
 #include <cerrno>
 #include <deque>
+#include <exception>
+#include <string>
 #include <thread>
 
 namespace kvtier::tiers {
@@ -11,7 +15,15 @@ class ThreadChannel final : public IoChannel {
  public:
   ThreadChannel(std::size_t num_slots, std::size_t slot_bytes, std::size_t num_threads)
       : IoChannel(num_slots, slot_bytes) {
-    for (std::size_t i = 0; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
+    threads_.reserve(num_threads);
+    try {
+      while (threads_.size() < num_threads) threads_.emplace_back([this] { work(); });
+    } catch (const std::exception& error) {
+      if (!threads_.empty()) return;  // fewer transfers at a time
+      throw Error(ErrorCode::kResourceExhausted,
+                  std::string("threads that read and write pages: expected at least 1, found 0: ") +
+                      error.what());
+    }
   }
   ~ThreadChannel() override {
     drain();

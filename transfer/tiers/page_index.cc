@@ -51,10 +51,12 @@ std::shared_ptr<Segment> PageIndex::choose_empty(const Segment* active) const {
 }
 
 std::shared_ptr<Segment> PageIndex::choose_sparsest() const {
-  const auto sparsest =
-      std::min_element(segments_.begin(), segments_.end(),
-                       [](const auto& a, const auto& b) { return a->num_pages < b->num_pages; });
-  return sparsest == segments_.end() ? nullptr : *sparsest;
+  std::shared_ptr<Segment> sparsest;
+  for (const auto& segment : segments_) {
+    if (segment->unreadable) continue;
+    if (sparsest == nullptr || segment->num_pages < sparsest->num_pages) sparsest = segment;
+  }
+  return sparsest;
 }
 
 std::shared_ptr<Segment> PageIndex::choose_victim(const Segment* active) {

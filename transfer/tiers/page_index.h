@@ -35,7 +35,7 @@ class PageIndex {
   [[nodiscard]] std::shared_ptr<Segment> choose_victim(const Segment* active);
   /// The same, of segments without live pages alone.
   [[nodiscard]] std::shared_ptr<Segment> choose_empty(const Segment* active) const;
-  /// Returns the segment with the fewest live pages.
+  /// Returns the segment with the fewest live pages, of those that can be read.
   [[nodiscard]] std::shared_ptr<Segment> choose_sparsest() const;
   /// Takes a segment and its pages out, and returns how many pages these were.
   std::size_t drop(const Segment& segment);

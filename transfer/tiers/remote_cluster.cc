@@ -177,8 +177,6 @@ class RemoteCluster::Lane : public std::enable_shared_from_this<Lane> {
     std::string failure;
     if (attempt(connection, job, failure)) {
       breaker_.succeeded();
-      const std::lock_guard lock(mutex_);
-      ++counters_.answered;
       return;
     }
     for (RemoteOp& op : job.ops) op.status = TierStatus::kUnavailable;

@@ -101,8 +101,8 @@ class RemoteRouter {
 struct RemoteServerState {
   std::string endpoint;
   CircuitState circuit = CircuitState::kClosed;
-  std::uint64_t answered = 0, failed = 0;  ///< Calls of at most 64 operations.
-  std::string last_failure;                ///< Empty: none yet.
+  std::uint64_t failed = 0;  ///< Calls of at most 64 operations.
+  std::string last_failure;  ///< Empty: none yet.
 };
 
 /// The servers that tenants share: their connections, threads and circuits.

@@ -25,14 +25,20 @@ std::string name_of(std::uint64_t generation) {
   return std::string(20 - digits.size(), '0') + digits + std::string(kSuffix);
 }
 
+}  // namespace
+
 std::uint64_t random_nonce() {
   std::random_device random;
   return std::uint64_t{random()} << 32U | random();
 }
 
-}  // namespace
-
-Segment::~Segment() { ::close(fd); }
+Segment::~Segment() {
+  struct stat status {};
+  const bool nameless = ::fstat(fd, &status) == 0 && status.st_nlink == 0;
+  // A child that was forked meanwhile keeps the file, and would keep its space.
+  if (nameless && ::getpid() == owner) static_cast<void>(::ftruncate(fd, 0));
+  ::close(fd);
+}
 
 SegmentFolder::SegmentFolder(const FileTierOptions& options)
     : options_(options),
@@ -43,12 +49,12 @@ SegmentFolder::SegmentFolder(const FileTierOptions& options)
   try {
     probe();
   } catch (...) {
-    ::close(lock_);
+    release_lock();
     throw;
   }
 }
 
-SegmentFolder::~SegmentFolder() { ::close(lock_); }
+SegmentFolder::~SegmentFolder() { release_lock(); }
 
 void SegmentFolder::take_folder() const {
   if (::mkdir(options_.folder.c_str(), 0700) != 0 && errno != EEXIST) {
@@ -94,9 +100,16 @@ void SegmentFolder::take_lock() {
   if (::ftruncate(lock_, 0) != 0 ||
       ::pwrite(lock_, self.data(), self.size(), 0) != static_cast<ssize_t>(self.size())) {
     const std::string reason = std::strerror(errno);
-    ::close(lock_);
+    release_lock();
     fail(ErrorCode::kUnavailable, path, "cannot be written: " + reason);
   }
+}
+
+// A child that was forked meanwhile has the descriptor too, and closing this one would leave the
+// lock.
+void SegmentFolder::release_lock() const {
+  if (::getpid() == owner_) static_cast<void>(::flock(lock_, LOCK_UN));
+  ::close(lock_);
 }
 
 // A file system may take the flag and refuse the transfer.
@@ -171,7 +184,7 @@ std::shared_ptr<Segment> SegmentFolder::create(int& error) {
   const AlignedBuffer block(kBlockBytes);
   encode(segment->header, block.bytes().first<kBlockBytes>());
   if (error == 0) error = ops_.write_all(fd, block.bytes(), 0);
-  if (error == 0 && ops_.fdatasync(fd) != 0) error = errno;
+  if (error == 0 && !options_.retain && ops_.fdatasync(fd) != 0) error = errno;
   if (error == 0 && options_.retain) error = ops_.unlink(path) == 0 ? 0 : errno;
   if (error == 0 && !options_.retain) error = sync_folder();
   if (error != 0) {

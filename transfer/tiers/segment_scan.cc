@@ -3,7 +3,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
+#include <mutex>
 #include <optional>
+#include <system_error>
 #include <thread>
 
 namespace kvtier::tiers {
@@ -104,18 +107,31 @@ std::vector<std::vector<RecordHeader>> scan_segments(
     std::span<const std::shared_ptr<Segment>> segments) {
   std::vector<std::vector<RecordHeader>> results(segments.size());
   std::atomic<std::size_t> next{0};
+  std::mutex mutex;  // guards failure
+  std::exception_ptr failure;
   const auto work = [&] {
-    const AlignedBuffer buffer(kSearchBytes);
-    for (std::size_t i = next++; i < segments.size(); i = next++) {
-      results[i] = Scan(*segments[i], buffer).run();
+    try {
+      const AlignedBuffer buffer(kSearchBytes);
+      for (std::size_t i = next++; i < segments.size(); i = next++) {
+        results[i] = Scan(*segments[i], buffer).run();
+      }
+    } catch (...) {
+      const std::lock_guard lock(mutex);
+      failure = std::current_exception();
     }
   };
-  std::vector<std::thread> threads;
-  for (std::size_t i = 1; i < std::min(kMaxThreads, segments.size()); ++i) {
-    threads.emplace_back(work);
+  {
+    std::vector<std::jthread> threads;
+    try {
+      for (std::size_t i = 1; i < std::min(kMaxThreads, segments.size()); ++i) {
+        threads.emplace_back(work);
+      }
+    } catch (const std::system_error&) {
+      // The threads that there are do it, this one at least.
+    }
+    work();
   }
-  work();
-  for (std::thread& thread : threads) thread.join();
+  if (failure) std::rethrow_exception(failure);
   return results;
 }
 

@@ -2,6 +2,8 @@
 
 #include "kvtier/error.h"
 
+#include "support/no_threads.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -111,6 +113,15 @@ TEST(PinnedPages, GiveAllBackWhenTheCallerThrows) {
   EXPECT_THROW(static_cast<void>(pinned_pages(pinner, -1, 3 * MiB, options, refusal)), Error);
 
   expect_all_given_back(pinner);
+}
+
+TEST(PinnedPages, AreTouchedByTheCallerWhereNoThreadCanBeMade) {
+  ListPinner pinner;
+  PinRefusal refusal;
+  const kvtier::testing::NoNewThreads none;
+  const Buffer memory = pinned_pages(pinner, -1, 40 * MiB, {.threads = 4}, refusal);
+  EXPECT_EQ(memory.bytes(), 40 * MiB);
+  EXPECT_TRUE(pinner.touched);
 }
 
 TEST(PinnedPages, AreWholeSmallPages) {

@@ -1,7 +1,9 @@
 #include "kvtier/error.h"
 
+#include "tests/support/no_threads.h"
 #include "tests/transfer/tiers/file_tier_support.h"
 #include "transfer/tiers/file_tier.h"
+#include "transfer/tiers/segment.h"
 #include "transfer/tiers/segment_format.h"
 
 #include <gmock/gmock.h>
@@ -9,6 +11,7 @@
 
 #include <atomic>
 #include <memory>
+#include <new>
 
 namespace kvtier::tiers::testing {
 namespace {
@@ -375,6 +378,57 @@ TEST(FileTierFaults, BytesOfAPageNeverPassForARecord) {
   }
   FileTier tier(small_tier(folder));
   EXPECT_EQ(tier.stats().pages, 0U);
+}
+
+/// A folder with three segments of one page.
+void make_segments(const FileTierOptions& options) {
+  for (std::uint64_t id = 0; id < 3; ++id) {
+    FileTierOptions one = options;
+    one.segment_bytes = 16 * kKiB + 4096 * id;  // of another size than the last, so a new one
+    one.max_page_bytes = 4096;
+    FileTier tier(one);
+    EXPECT_EQ(put_page(tier, id, 4096), TierStatus::kOk);
+  }
+}
+
+TEST(FileTierFaults, AStartGoesOnWithoutTheThreadsThatCannotBeMade) {
+  const TestFolder folder;
+  FaultOps ops;
+  const FileTierOptions options = small_tier(folder, &ops);
+  make_segments(options);
+  SegmentFolder files(options);
+  const auto segments = files.open_all();
+  ASSERT_EQ(segments.size(), 3U);
+  const kvtier::testing::NoNewThreads none;
+  for (const auto& records : scan_segments(segments)) EXPECT_EQ(records.size(), 1U);
+}
+
+TEST(FileTierFaults, AStartThatRunsOutOfMemoryThrows) {
+  const TestFolder folder;
+  FaultOps ops;
+  const FileTierOptions options = small_tier(folder, &ops);
+  make_segments(options);
+  SegmentFolder files(options);
+  const auto segments = files.open_all();
+  ops.on_read([](int, auto, auto) -> FaultOps::Result { throw std::bad_alloc(); });
+  EXPECT_THROW((void)scan_segments(segments), std::bad_alloc);
+}
+
+TEST(FileTierFaults, WithoutAnyThreadATierIsRefused) {
+  const TestFolder folder;
+  FaultOps ops;
+  {
+    const kvtier::testing::NoNewThreads none;
+    try {
+      const FileTier tier(small_tier(folder, &ops));
+      FAIL() << "expected an error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kResourceExhausted);
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("expected at least 1, found 0"));
+    }
+  }
+  FileTier tier(small_tier(folder, &ops));  // the folder is free again
+  EXPECT_EQ(put_page(tier, 1, 9000), TierStatus::kOk);
 }
 
 struct Flip {

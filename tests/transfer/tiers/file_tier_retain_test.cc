@@ -2,16 +2,28 @@
 #include "tests/support/open_segments.h"
 #include "tests/transfer/tiers/file_tier_support.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <cstring>
+#include <filesystem>
 #include <future>
+#include <memory>
 #include <random>
+#include <stdexcept>
+#include <string>
+#include <sys/wait.h>
+#include <unistd.h>
 #include <vector>
 
 namespace kvtier::tiers::testing {
 namespace {
+
+using ::testing::Each;
 
 TEST(RetainingFileTier, RefusesRatherThanForgetAndStartsEmpty) {
   const TestFolder folder;
@@ -158,6 +170,139 @@ TEST(RetainingFileTier, LosesNothingWhenPagesCannotBeMoved) {
     EXPECT_EQ(get_page(tier, id, 12'000), TierStatus::kOk) << "page " << id;
   }
   EXPECT_EQ(put_page(tier, 1000, 12'000), TierStatus::kOk);
+}
+
+TEST(RetainingFileTier, KeepsAPageThatTheDiskDidNotRead) {
+  const TestFolder folder;
+  FaultOps ops;
+  FileTierOptions options = small_tier(folder, &ops);
+  options.retain = true;
+  FileTier tier(options);
+  ASSERT_THAT(put_pages(tier, {1, 2}, 12'000), Each(TierStatus::kOk));
+  std::atomic<bool> failed = false;
+  ops.on_read([&](int, auto, auto) -> FaultOps::Result {
+    if (failed.exchange(true)) return std::nullopt;
+    return FaultOps::error(EIO);
+  });
+  EXPECT_EQ(get_page(tier, 1, 12'000), TierStatus::kUnavailable);
+  EXPECT_EQ(tier.stats().pages, 2U);
+  EXPECT_THAT(get_pages(tier, {1, 2}, 12'000), Each(TierStatus::kOk));
+}
+
+TEST(RetainingFileTier, LosesNothingWhenPagesThatAreToBeMovedCannotBeRead) {
+  const TestFolder folder;
+  FaultOps ops;
+  FileTierOptions options = small_tier(folder, &ops);
+  options.capacity_bytes = 3 * options.segment_bytes;
+  options.retain = true;
+  FileTier tier(options);
+  std::uint64_t next = 0;
+  while (put_page(tier, next, 12'000) == TierStatus::kOk) ++next;
+  std::vector<std::uint64_t> removed;
+  std::vector<std::uint64_t> left;
+  for (std::uint64_t id = 0; id < next; ++id) (id % 2 == 0 ? removed : left).push_back(id);
+  remove_pages(tier, removed);
+
+  // The second page of the sparsest segment.
+  std::atomic<int> reads = 0;
+  ops.on_read([&](int, auto, auto) -> FaultOps::Result {
+    if (reads++ != 1) return std::nullopt;
+    return FaultOps::error(EIO);
+  });
+  EXPECT_EQ(put_page(tier, 1000, 12'000), TierStatus::kUnavailable);
+  ops.on_read({});
+  EXPECT_THAT(get_pages(tier, left, 12'000), Each(TierStatus::kOk));
+  // The pages of the other segment are moved instead.
+  EXPECT_EQ(put_page(tier, 1000, 12'000), TierStatus::kOk);
+  EXPECT_THAT(get_pages(tier, left, 12'000), Each(TierStatus::kOk));
+  EXPECT_EQ(kvtier::testing::open_segments(folder.tier()).size(), 2U);
+  EXPECT_EQ(tier.stats().evicted, 0U);
+}
+
+TEST(RetainingFileTier, SyncsNothing) {
+  const TestFolder folder;
+  FaultOps ops;
+  std::atomic<int> syncs = 0;
+  ops.on_sync([&]() -> FaultOps::Result {
+    ++syncs;
+    return std::nullopt;
+  });
+  FileTierOptions options = small_tier(folder, &ops);
+  options.capacity_bytes = 3 * options.segment_bytes;
+  options.retain = true;
+  {
+    FileTier tier(options);
+    std::uint64_t next = 0;
+    while (put_page(tier, next, 12'000) == TierStatus::kOk) ++next;
+    std::vector<std::uint64_t> removed;
+    for (std::uint64_t id = 0; id < next; id += 2) removed.push_back(id);
+    remove_pages(tier, removed);
+    EXPECT_EQ(put_page(tier, next, 12'000), TierStatus::kOk);  // others are moved for it
+  }
+  EXPECT_EQ(syncs, 0);
+}
+
+TEST(RetainingFileTier, HasAsMuchRoomAsItSays) {
+  const TestFolder folder;
+  FileTierOptions options = small_tier(folder);
+  options.capacity_bytes = 5 * options.segment_bytes + 4096;
+  for (const bool retain : {true, false}) {
+    options.retain = retain;
+    EXPECT_EQ(capacity_pages(options, 12'000), (retain ? 4U : 5U) * 15U);
+    EXPECT_EQ(capacity_pages(options, 12'288), (retain ? 4U : 5U) * 15U);
+    EXPECT_EQ(capacity_pages(options, 12'289), (retain ? 4U : 5U) * 12U);
+  }
+  options.retain = true;
+  FileTier tier(options);
+  std::uint64_t stored = 0;
+  while (put_page(tier, stored, 12'000) == TierStatus::kOk) ++stored;
+  EXPECT_EQ(stored, capacity_pages(options, 12'000));
+}
+
+/// A child of this process that has its descriptors, and ends with this.
+class ForkedChild {
+ public:
+  ForkedChild() {
+    if (::pipe(pipe_) != 0) throw std::runtime_error(std::strerror(errno));
+    id_ = ::fork();
+    if (id_ != 0) return;
+    ::close(pipe_[1]);
+    char byte = 0;
+    static_cast<void>(::read(pipe_[0], &byte, 1));  // until the parent closes its end, or dies
+    ::_exit(0);
+  }
+  ~ForkedChild() {
+    ::close(pipe_[1]);
+    ::close(pipe_[0]);
+    if (id_ > 0) ::waitpid(id_, nullptr, 0);
+  }
+  ForkedChild(const ForkedChild&) = delete;  // owns a process
+  ForkedChild& operator=(const ForkedChild&) = delete;
+  [[nodiscard]] pid_t id() const noexcept { return id_; }
+
+ private:
+  int pipe_[2]{};
+  pid_t id_ = -1;
+};
+
+TEST(RetainingFileTier, LeavesNeitherItsLockNorItsSpaceToAForkedChild) {
+  const TestFolder folder;
+  FaultOps ops;
+  FileTierOptions options = small_tier(folder, &ops);
+  options.retain = true;
+  auto tier = std::make_unique<FileTier>(options);
+  ASSERT_EQ(put_page(*tier, 1, 12'000), TierStatus::kOk);
+  const ForkedChild child;
+  ASSERT_GT(child.id(), 0);
+  const auto files = kvtier::testing::open_segments(folder.tier(), std::to_string(child.id()));
+  ASSERT_EQ(files.size(), 1U);
+  EXPECT_GT(std::filesystem::file_size(files[0]), 0U);
+  EXPECT_EQ(get_page(*tier, 1, 12'000), TierStatus::kOk);
+
+  tier.reset();
+  EXPECT_EQ(std::filesystem::file_size(files[0]), 0U);
+  tier = std::make_unique<FileTier>(options);
+  EXPECT_EQ(put_page(*tier, 1, 12'000), TierStatus::kOk);
 }
 
 }  // namespace
