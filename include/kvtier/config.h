@@ -258,7 +258,7 @@ struct MemoryConfig {
   /// effect with `kDevice`.
   bool verify_rows = false;
   int page_tokens = 64;  ///< 16, 32, 64, 128 or 256.
-  /// Capacity of a session unless `SessionConfig` names a smaller one: it sizes tables, 16 bytes
+  /// Capacity of a session unless `SessionConfig` names a smaller one: it sizes tables, 8 bytes
   /// per page and layer, and the score workspace.
   std::int64_t max_session_tokens = std::int64_t{1} << 17;
   /// Query tokens scored together; longer queries are processed in chunks. 1..64.

@@ -180,6 +180,8 @@ class KVTIER_EXPORT Engine {
 
   /// Returns the backend in use: `kCpu` or `kCuda`.
   [[nodiscard]] Backend backend() const noexcept;
+  /// Returns the number of the GPU in use, as `cudaGetDevice` counts them; -1 on the CPU backend.
+  [[nodiscard]] int device_index() const noexcept;
   [[nodiscard]] const Config& config() const noexcept;
   [[nodiscard]] Stats stats() const;
 
@@ -190,8 +192,10 @@ class KVTIER_EXPORT Engine {
 };
 
 /// The KV of one sequence and its sketches, in all layers. Used by one thread at a time, and by one
-/// stream at a time unless the caller orders the streams. Move-only; destruction closes, waiting
-/// for nothing: pages return when the last enqueued reader is done.
+/// stream at a time unless the caller orders the streams. Move-only; destruction closes, and
+/// waits for no enqueued work: pages return when the last enqueued reader is done. It may wait for
+/// a call of another session that writes pages to tiers, up to `MemoryConfig::tier_deadline` for
+/// each tier.
 ///
 /// Tensors are host or device memory (`TensorView::space`). With a stream, device tensors must stay
 /// valid until the stream has passed the call; host tensors are taken only without a stream.

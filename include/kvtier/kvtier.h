@@ -233,7 +233,8 @@ typedef struct kvtier_options {
 } kvtier_options;
 
 /* A caller's stream. given 0: the call returns with its outputs written; otherwise `handle` is a
- * cudaStream_t on which the call is enqueued. */
+ * cudaStream_t of the engine's GPU on which the call is enqueued. cudaStreamPerThread is refused.
+ */
 typedef struct kvtier_stream {
   int32_t given;
   void* handle;

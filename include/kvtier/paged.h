@@ -127,6 +127,8 @@ class KVTIER_EXPORT PagedSketches {
   void check();
 
   [[nodiscard]] Backend backend() const noexcept;
+  /// As of `Engine`.
+  [[nodiscard]] int device_index() const noexcept;
   /// Returns the configuration in force, with the number of tokens.
   [[nodiscard]] const PagedConfig& config() const noexcept;
   /// Returns the device memory of the sketches, and of everything.

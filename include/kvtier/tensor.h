@@ -88,7 +88,10 @@ using MutableTensorView = BasicTensorView<void>;
 ///
 /// One rule for completion: given a stream, a call is enqueued on it and returns; given none
 /// (`StreamRef{}`), it returns when its outputs are written. The CPU backend accepts only the
-/// second form. The null handle means the legacy default stream, which cannot be captured.
+/// second form. The null handle means the legacy default stream, which cannot be captured. The
+/// per-thread default stream (`cudaStreamPerThread`) is refused with `kInvalidArgument`: one handle
+/// stands for a stream of each thread, which calls of several threads could not be ordered by. So
+/// is a stream of another GPU than the engine's.
 class StreamRef {
  public:
   StreamRef() = default;

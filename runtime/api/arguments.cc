@@ -182,9 +182,9 @@ void check_strides(std::string_view name, const TensorView& tensor) {
   }
 }
 
-void check_layer(const EngineState& engine, int layer) {
-  if (layer < 0 || layer >= engine.config.model.layers) {
-    throw_invalid("layer", join("0..", engine.config.model.layers - 1), layer);
+void check_layer(const ModelConfig& model, int layer) {
+  if (layer < 0 || layer >= model.layers) {
+    throw_invalid("layer", join("0..", model.layers - 1), layer);
   }
 }
 

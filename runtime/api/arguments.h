@@ -17,7 +17,10 @@ namespace kvtier::runtime {
 void check_strides(std::string_view name, const TensorView& tensor);
 
 /// Throws `kInvalidArgument` unless `layer` exists.
-void check_layer(const EngineState& engine, int layer);
+void check_layer(const ModelConfig& model, int layer);
+inline void check_layer(const EngineState& engine, int layer) {
+  check_layer(engine.config.model, layer);
+}
 
 /// Checks a tensor `[tokens, heads, head_dim]` of a float dtype with last stride 1, and that its
 /// memory fits the call: host memory needs a call without a stream. Returns its tokens (>= 1).

@@ -115,6 +115,7 @@ void append_and_attend(SubmissionScope& scope, EngineState& engine, int layer,
     if (!scope.capturing()) append.undo();
     throw;
   }
+  append.count();
 }
 
 /// With `MemoryConfig::prefetch_rows`, after a step whose outputs the caller has or waits for on
@@ -310,6 +311,7 @@ void Engine::merge(std::span<const PartialResult> parts, const AttendOutputs& re
 }
 
 Backend Engine::backend() const noexcept { return impl_->device->backend(); }
+int Engine::device_index() const noexcept { return impl_->device->index(); }
 const Config& Engine::config() const noexcept { return impl_->config; }
 Stats Engine::stats() const { return impl_->stats(); }
 
@@ -326,7 +328,9 @@ void Session::append(int layer, const TensorView& keys, const TensorView& values
 
   submit(*impl_, stream, [&](SubmissionScope& scope) {
     const runtime::AppendPart part{impl_.get(), keys, values};
-    (void)runtime::Append(scope, engine, layer, {&part, 1}).enqueue();
+    runtime::Append append(scope, engine, layer, {&part, 1});
+    (void)append.enqueue();
+    append.count();
   });
 }
 
@@ -438,8 +442,10 @@ void Session::publish(std::span<const std::int32_t> token_ids, StreamRef stream)
                   token_ids.size());
   }
   impl_->check_flags();
+  std::vector<runtime::PrefixKey> keys = impl_->keys_of(token_ids);
   submit(
-      *impl_, stream, [&](SubmissionScope& scope) { impl_->publish(scope, token_ids); }, "publish");
+      *impl_, stream, [&](SubmissionScope& scope) { impl_->publish(scope, std::move(keys)); },
+      "publish");
 }
 
 std::vector<Session> Session::fork(int count, StreamRef stream) {

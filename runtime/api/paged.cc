@@ -6,6 +6,7 @@
 #include "hashing/planes.h"
 #include "hashing/sketch.h"
 #include "include/types/failure.h"
+#include "runtime/api/arguments.h"
 #include "runtime/api/paged_arguments.h"
 #include "runtime/step/resolved_options.h"
 #include "scoring/selector.h"
@@ -161,6 +162,7 @@ class PagedSketches::Impl {
 
   [[nodiscard]] const PagedConfig& config() const { return config_; }
   [[nodiscard]] Backend backend() const { return device_->backend(); }
+  [[nodiscard]] int device_index() const { return device_->index(); }
   [[nodiscard]] std::size_t sketch_bytes() const { return sketches_.bytes(); }
   [[nodiscard]] std::size_t device_bytes() const { return device_bytes_; }
 
@@ -169,8 +171,8 @@ class PagedSketches::Impl {
   class Call {
    public:
     Call(Impl& impl, int layer, StreamRef given)
-        : impl_(impl), lock_(impl.mutex_), waits_(!given.given()) {
-      impl.shape().check_layer(layer);
+        : impl_(impl), lock_(impl.mutex_), current_(*impl.device_), waits_(!given.given()) {
+      runtime::check_layer(impl.config_.model, layer);
       impl.shape().check_stream(given);
       impl.check_faults();
       stream_ = waits_ ? impl.main_.get() : impl.adopted(given);
@@ -185,6 +187,7 @@ class PagedSketches::Impl {
    private:
     Impl& impl_;
     std::lock_guard<std::mutex> lock_;
+    transfer::CurrentDevice current_;
     bool waits_;
     transfer::Stream* stream_ = nullptr;
   };
@@ -458,6 +461,7 @@ void PagedSketches::attend(int layer, const PagedBatch& batch, const TensorView&
 }
 void PagedSketches::check() { impl_->check(); }
 Backend PagedSketches::backend() const noexcept { return impl_->backend(); }
+int PagedSketches::device_index() const noexcept { return impl_->device_index(); }
 const PagedConfig& PagedSketches::config() const noexcept { return impl_->config(); }
 std::size_t PagedSketches::sketch_bytes() const noexcept { return impl_->sketch_bytes(); }
 std::size_t PagedSketches::device_bytes() const noexcept { return impl_->device_bytes(); }

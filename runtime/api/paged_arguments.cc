@@ -112,11 +112,6 @@ void check_cache(const PagedShape& paged, const std::string& name, const TensorV
 
 }  // namespace
 
-void PagedShape::check_layer(int layer) const {
-  if (layer >= 0 && layer < config.model.layers) return;
-  throw_invalid("layer", join("0..", config.model.layers - 1), layer);
-}
-
 void PagedShape::check_stream(StreamRef stream) const {
   if (stream.given() && backend == Backend::kCpu) {
     throw_invalid("stream", "none on the CPU backend", "a stream");

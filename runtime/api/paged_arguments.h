@@ -13,8 +13,6 @@ struct PagedShape {
   const PagedConfig& config;
   Backend backend = Backend::kCpu;
 
-  /// Throws unless `layer` exists.
-  void check_layer(int layer) const;
   /// Checks the stream: the CPU has none.
   void check_stream(StreamRef stream) const;
   /// Checks keys, values and slots of a `store`; returns the tokens.

@@ -11,6 +11,7 @@ namespace kvtier {
 namespace {
 
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
+constexpr std::int64_t kMostMillis = (std::int64_t{1} << 31) - 1;
 
 /// Largest error target e where no token is always attended: none at all is taken with a
 /// probability of exp(-1 / e^2) at most, e^-100.
@@ -193,8 +194,9 @@ std::vector<std::string> Config::validate() const {
                    "host beside tiers or a disk_cache", "device");
   problems.require(std::ranges::count(memory.tiers, nullptr) == 0, "memory.tiers",
                    "tiers, not null", "a null pointer");
-  problems.require(memory.tier_deadline.count() >= 1, "memory.tier_deadline", "at least 1 ms",
-                   memory.tier_deadline.count());
+  // Far from the end of the clock, which a deadline must not pass.
+  problems.require(memory.tier_deadline.count() >= 1 && memory.tier_deadline.count() <= kMostMillis,
+                   "memory.tier_deadline", "1..2^31 - 1 ms", memory.tier_deadline.count());
 
   problems.append("retrieval.", retrieval.validate());
   problems.append("retrieval.", hashing::check_code(retrieval.sketch(d), d));

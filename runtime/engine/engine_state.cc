@@ -55,7 +55,7 @@ EngineState::EngineState(const Config& config_in)
       prefix_key(engine_key(config, kv, carried_sketches(config))),
       fixed_device_bytes_(plan.bytes) {
   if (!pools.pages_on_device) make_pages();
-  if (kv.row_checks) make_frame_checks();
+  make_frame_checks();
   const DevicePools sizes = plan_pools(config, device->backend(), plan, fixed_device_bytes_,
                                        pools.pages_on_device ? 0 : tokens_of_pages());
   make_sketches(sizes);
@@ -107,10 +107,8 @@ void EngineState::load_frame(transfer::Stream& stream, const std::byte* frame) c
 }
 
 void EngineState::make_frame_checks() {
-  const std::size_t bytes = sizeof(std::uint32_t) * pools.pages->num_frames() *
-                            static_cast<std::size_t>(kv.kv_heads) *
-                            static_cast<std::size_t>(kv.page_tokens);
-  if (device->backend() != Backend::kCuda || bytes == 0) return;
+  const std::size_t bytes = frame_check_bytes(config, device->backend());
+  if (bytes == 0) return;
   if (bytes > (config.memory.device_bytes - fixed_device_bytes_) / 2) {
     log(LogLevel::kInfo, "checks of rows are read from host memory: no room for " +
                              show_mebibytes(bytes) + " on the device");
@@ -148,7 +146,12 @@ transfer::PinOptions EngineState::page_pool_options() const {
 
 std::int64_t EngineState::tokens_of_pages() const {
   std::size_t most = pools.pages->num_frames();
-  if (tiers) most += tiers->capacity_pages(pools.pages->page_bytes());
+  const std::size_t page_bytes = pools.pages->page_bytes();
+  if (!config.memory.disk_cache.empty()) {
+    most += disk_cache_pages(config.memory, page_bytes);
+  } else if (tiers) {
+    most += tiers->capacity_pages(page_bytes);
+  }
   return static_cast<std::int64_t>(most) * kv.page_tokens;
 }
 

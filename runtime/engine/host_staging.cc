@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace kvtier::runtime {
 
@@ -43,8 +44,10 @@ HostStaging::Block& HostStaging::take(std::size_t bytes) {
   if (block.device.bytes() < wanted) {
     const std::size_t grown = std::max(wanted, 2 * block.device.bytes());
     block = Block{};
-    block.device = device_->allocate(transfer::Space::kDevice, grown);
-    block.pinned = device_->allocate(transfer::Space::kPinnedHost, grown);
+    Block fresh;  // a block has both or none, also when the second allocation throws
+    fresh.device = device_->allocate(transfer::Space::kDevice, grown);
+    fresh.pinned = device_->allocate(transfer::Space::kPinnedHost, grown);
+    block = std::move(fresh);
   }
   ++used_;
   return block;

@@ -5,6 +5,7 @@
 #include "hashing/sketch.h"
 #include "include/types/failure.h"
 #include "runtime/engine/memory_plan.h"
+#include "runtime/paging/page_tiers.h"
 #include "runtime/sequence/sequence_memory.h"
 #include "transfer/device/device.h"
 #include "transfer/kv/rows.h"
@@ -47,15 +48,8 @@ std::int64_t tokens_of_pages(const Config& config, const transfer::KvGeometry& k
   const auto page_bytes = static_cast<std::size_t>(kv.page_bytes());
   if (config.memory.placement == KvPlacement::kDevice) return 0;
   const std::size_t pages =
-      config.memory.host_bytes / page_bytes + config.memory.disk_cache_bytes / page_bytes;
+      config.memory.host_bytes / page_bytes + runtime::disk_cache_pages(config.memory, page_bytes);
   return static_cast<std::int64_t>(pages) * kv.page_tokens;
-}
-
-/// Bytes of the checks of rows that CUDA keeps on the device.
-std::size_t check_bytes(const Config& config, Backend backend, const transfer::KvGeometry& kv) {
-  if (!kv.row_checks || backend != Backend::kCuda) return 0;
-  const std::size_t pages = config.memory.host_bytes / static_cast<std::size_t>(kv.page_bytes());
-  return sizeof(std::uint32_t) * pages * static_cast<std::size_t>(kv.kv_heads * kv.page_tokens);
 }
 
 /// Tokens of the slabs that hold `tokens` tokens in all layers.
@@ -90,7 +84,7 @@ EngineMemory engine_memory(const Config& config, Backend backend) {
   check_backend(backend);
   const transfer::KvGeometry kv = runtime::geometry_of(config);
   const runtime::WorkspacePlan workspace = runtime::plan_workspace(config, backend);
-  const std::size_t checks = check_bytes(config, backend, kv);
+  const std::size_t checks = runtime::frame_check_bytes(config, backend);
   const bool keeps_checks = checks <= (config.memory.device_bytes - workspace.bytes) / 2;
   const runtime::DevicePools pools =
       runtime::plan_pools(config, backend, workspace, workspace.bytes + (keeps_checks ? checks : 0),
@@ -121,7 +115,7 @@ std::size_t device_bytes_for(const Config& given, Backend backend, std::int64_t 
     token_bytes += static_cast<std::size_t>(kv.page_bytes() / kv.page_tokens);
   }
   const std::int64_t kept = std::max(pools.first_tokens, sessions * slab_tokens(config, tokens));
-  const std::size_t checks = check_bytes(config, backend, kv);
+  const std::size_t checks = runtime::frame_check_bytes(config, backend);
   const std::size_t bytes = workspace.bytes + checks + bytes_of(kept, token_bytes) +
                             pools.row_cache_budget + pools.factor_bytes;
   // The workspace takes at most half, and checks are kept where they take at most half of the rest.

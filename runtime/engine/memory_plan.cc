@@ -117,6 +117,13 @@ std::size_t sketch_token_bytes(const Config& config) {
   return bytes;
 }
 
+std::size_t frame_check_bytes(const Config& config, Backend backend) {
+  const transfer::KvGeometry kv = geometry_of(config);
+  if (!kv.row_checks || backend != Backend::kCuda) return 0;
+  const std::size_t pages = config.memory.host_bytes / static_cast<std::size_t>(kv.page_bytes());
+  return sizeof(std::uint32_t) * pages * static_cast<std::size_t>(kv.kv_heads * kv.page_tokens);
+}
+
 WorkspacePlan plan_workspace(const Config& config, Backend backend) {
   const transfer::KvGeometry kv = geometry_of(config);
   const std::int64_t max_tokens = config.memory.max_session_tokens;

@@ -23,6 +23,10 @@ namespace kvtier::runtime {
 /// Bytes of all carried sketches of one token of one layer.
 [[nodiscard]] std::size_t sketch_token_bytes(const Config& config);
 
+/// Bytes of the checks of rows that CUDA keeps on the device, where they have room: one of each row
+/// of the pages in host memory.
+[[nodiscard]] std::size_t frame_check_bytes(const Config& config, Backend backend);
+
 /// The workspace of one call.
 struct WorkspacePlan {
   scoring::SelectorLimits selector;

@@ -23,7 +23,9 @@ bool take_by_eviction(EngineState& engine, transfer::Stream& stream, PagePool& p
   const std::size_t most = pool.has_tiers() ? pool.num_movable() : pool.num_frames();
   if (count > static_cast<std::int64_t>(most)) return false;
   while (!take()) {
-    if (pool.evict(stream, static_cast<std::size_t>(count)) > 0) continue;
+    // Only the frames that are not free; at least one, since `take` has failed.
+    const auto wanted = static_cast<std::size_t>(std::max<std::int64_t>(count, 1));
+    if (pool.evict(stream, wanted - std::min(pool.num_free(), wanted - 1)) > 0) continue;
     if (!engine.prefixes.evict_one(stream)) return false;
   }
   return true;
@@ -40,13 +42,28 @@ bool evicting(EngineState& engine, transfer::Stream& stream, PagePool& pool, std
   return false;
 }
 
+/// Bytes of the sketches that a session holds.
+std::size_t sketch_bytes(SequenceMemory& memory) {
+  std::size_t bytes = 0;
+  for (const LayerState& layer : memory.layers()) {
+    for (const PageTable& slabs : layer.slabs) {
+      bytes += static_cast<std::size_t>(slabs.size()) * slabs.pool().page_bytes();
+    }
+  }
+  return bytes;
+}
+
 /// Holds `count` slabs of every sketch. Throws `kResourceExhausted` with some of them taken.
-void grow_slabs(EngineState& engine, transfer::Stream& stream, int index, LayerState& layer,
-                std::int64_t count) {
+void grow_slabs(EngineState& engine, PageAccount& account, transfer::Stream& stream, int index,
+                LayerState& layer, std::int64_t count) {
   for (PageTable& slabs : layer.slabs) {
     const std::int64_t more = count - slabs.size();
     PagePool& pool = slabs.pool();
-    if (evicting(engine, stream, pool, more, [&] { return slabs.grow(stream, count); })) continue;
+    if (evicting(engine, stream, pool, more, [&] { return slabs.grow(stream, count); })) {
+      account.add_sketches(static_cast<std::size_t>(std::max<std::int64_t>(more, 0)) *
+                           pool.page_bytes());
+      continue;
+    }
     throw_error(ErrorCode::kResourceExhausted, "sketch blocks: expected ", more, " free for layer ",
                 index, ", found ", pool.num_free(), " of ", pool.num_frames(),
                 " (memory.device_bytes)");
@@ -64,6 +81,11 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
     throw_invalid("capacity_tokens", join("0..", limit, " (memory.max_session_tokens)"),
                   config.capacity_tokens);
   }
+  // Before the engine is locked: a digest of a long prompt takes milliseconds.
+  root_key_ = root_key(engine_->prefix_key, config.model_fingerprint, config.tenant_secret);
+  const std::size_t most_ids =
+      std::min(config.token_ids.size(), static_cast<std::size_t>(max_tokens_));
+  const std::vector<PrefixKey> asked = keys_of(config.token_ids.first(most_ids));
   SubmissionScope scope(engine_->submission, {});
   engine_->pools.collect_retired();
   // Locals until nothing can fail any more: they are to be destroyed within a submission scope.
@@ -74,10 +96,11 @@ SessionState::SessionState(std::shared_ptr<EngineState> engine, const SessionCon
   flags_ = engine_->statistics.open_session(scope.stream());
   try {
     memory->clear(scope.stream());
-    root_key_ = root_key(engine_->prefix_key, config.model_fingerprint, config.tenant_secret);
-    find_prefix(scope, *account, config.token_ids);
+    find_prefix(scope, *account, asked);
+    engine_->statistics.prefix_tokens_asked += config.token_ids.size();
     account->add(keys_.size() * memory->layers().size());
     engine_->prefixes.attach(scope.stream(), keys_, *memory);
+    account->add_sketches(sketch_bytes(*memory));
   } catch (...) {
     memory->release(scope.stream());  // what was enqueued may be under way
     engine_->statistics.close_session(flags_, scope.stream());
@@ -100,6 +123,7 @@ SessionState::SessionState(SubmissionScope& scope, const SessionState& parent,
     pages += static_cast<std::size_t>(layer.pages.size());
   }
   account_ = std::make_unique<PageAccount>(*parent.account_, pages);
+  account_->add_sketches(sketch_bytes(*memory));
   flags_ = engine_->statistics.open_session(scope.stream());
   memory_ = std::move(memory);
 }
@@ -125,19 +149,16 @@ void SessionState::take_whole(PageAccount& account) const {
   for (const SketchStore& sketch : engine.pools.sketches) {
     slabs += sketch.slabs->num_frames() * sketch.slabs->page_bytes();
   }
-  check(wanted.sketches, slabs, engine.quotas.promised_sketches(), "sketches");
+  check(wanted.sketches, slabs, engine.quotas.committed_sketches(), "sketches");
   account.promise(wanted.pages / page, wanted.sketches);
 }
 
 void SessionState::find_prefix(SubmissionScope& scope, const PageAccount& account,
-                               std::span<const std::int32_t> token_ids) {
-  const auto most = static_cast<std::size_t>(max_tokens_);
-  const std::vector<PrefixKey> asked = page_keys(root_key_, engine_->kv.page_tokens,
-                                                 token_ids.first(std::min(token_ids.size(), most)));
+                               std::span<const PrefixKey> asked) {
   bool found = false;
   bool repaired = false;
   while (!found) {
-    keys_ = asked;
+    keys_.assign(asked.begin(), asked.end());
     const std::size_t room =
         account.most() / static_cast<std::size_t>(engine_->config.model.layers);
     keys_.resize(std::min(engine_->prefixes.longest(keys_), room));
@@ -157,7 +178,6 @@ void SessionState::find_prefix(SubmissionScope& scope, const PageAccount& accoun
     if (!found) keys_.clear();
     found = true;
   }
-  engine_->statistics.prefix_tokens_asked += token_ids.size();
   engine_->statistics.prefix_tokens_attached +=
       keys_.size() * static_cast<std::size_t>(engine_->kv.page_tokens);
 }
@@ -174,8 +194,7 @@ bool SessionState::check_sinks(SubmissionScope& scope, bool last) {
   return false;
 }
 
-void SessionState::publish(SubmissionScope& scope, std::span<const std::int32_t> token_ids) {
-  std::vector<PrefixKey> keys = page_keys(root_key_, engine_->kv.page_tokens, token_ids);
+void SessionState::publish(SubmissionScope& scope, std::vector<PrefixKey> keys) {
   const std::size_t known = std::min(keys.size(), keys_.size());
   if (!std::equal(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(known), keys_.begin())) {
     throw Error(ErrorCode::kInvalidArgument,
@@ -190,6 +209,7 @@ SessionState::~SessionState() {
   // Frames and memory go back with the event of the last enqueued use, so nothing is waited for.
   try {
     const std::lock_guard lock(engine_->submission.mutex());
+    const transfer::CurrentDevice current(*engine_->device);
     account_.reset();
     transfer::Stream& stream = engine_->submission.main();
     stream.wait(last_use_);
@@ -218,7 +238,8 @@ void SessionState::ensure_slabs(transfer::Stream& stream, int index, std::int64_
   check_room(index, more);
   LayerState& layer = this->layer(index);
   account_->check(pages_lacking(layer, more));
-  grow_slabs(*engine_, stream, index, layer, ceil_div(layer.length + more, hashing::kBlockTokens));
+  grow_slabs(*engine_, *account_, stream, index, layer,
+             ceil_div(layer.length + more, hashing::kBlockTokens));
 }
 
 void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int64_t more) {
@@ -242,7 +263,7 @@ void SessionState::ensure_capacity(transfer::Stream& stream, int index, std::int
   addition.keep();
   if (memory_->captured()) memory_->keep_pages(layer, old_pages);
   try {
-    grow_slabs(*engine_, stream, index, layer, ceil_div(tokens, hashing::kBlockTokens));
+    grow_slabs(*engine_, *account_, stream, index, layer, ceil_div(tokens, hashing::kBlockTokens));
     unshare_tail(stream, index);
   } catch (const Error&) {
     shrink(stream, layer, old_pages * page_tokens);
@@ -330,7 +351,10 @@ void SessionState::shrink(transfer::Stream& stream, LayerState& layer, std::int6
   layer.pages.shrink(stream, ceil_div(tokens, engine_->kv.page_tokens));
   account_->remove(static_cast<std::size_t>(before - layer.pages.size()));
   for (PageTable& slabs : layer.slabs) {
+    const std::int64_t slabs_before = slabs.size();
     slabs.shrink(stream, ceil_div(tokens, hashing::kBlockTokens));
+    account_->remove_sketches(static_cast<std::size_t>(slabs_before - slabs.size()) *
+                              slabs.pool().page_bytes());
   }
   layer.capacity = memory_->room(layer);
   memory_->set_length(stream, layer);
@@ -406,7 +430,6 @@ void SessionState::reserve(transfer::Stream& stream, std::int64_t tokens) {
 void SessionState::undo_append(transfer::Stream& stream, int index, std::int64_t length,
                                std::int64_t pages) {
   LayerState& layer = this->layer(index);
-  engine_->statistics.tokens_appended -= static_cast<std::uint64_t>(layer.length - length);
   layer.length = length;
   shrink(stream, layer, reopen(stream, layer, pages) * engine_->kv.page_tokens);
 }

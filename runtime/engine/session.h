@@ -59,8 +59,13 @@ class SessionState {
   void begin_use(SubmissionScope& scope);
   void end_use(SubmissionScope& scope);
 
-  /// Stores the whole pages of the first tokens under their ids.
-  void publish(SubmissionScope& scope, std::span<const std::int32_t> token_ids);
+  /// Returns the keys of the whole pages of the session's first tokens, of these ids. Reads nothing
+  /// that the engine's mutex guards: others wait for no digest of long prompts.
+  [[nodiscard]] std::vector<PrefixKey> keys_of(std::span<const std::int32_t> token_ids) const {
+    return page_keys(root_key_, engine_->kv.page_tokens, token_ids);
+  }
+  /// Stores the first pages under these keys.
+  void publish(SubmissionScope& scope, std::vector<PrefixKey> keys);
   /// What the children of a fork begin with, made within a submission scope: a copy of the parent's
   /// memory that holds the same frames, or the parent's own while that is frozen.
   class ForkSnapshot {
@@ -91,10 +96,10 @@ class SessionState {
   [[nodiscard]] std::uint64_t take_corrupt() noexcept;
 
  private:
-  /// Finds the longest stored prefix of these tokens whose first pages are resident or can be
+  /// Finds the longest stored prefix of these pages whose first ones are resident or can be
   /// restored.
   void find_prefix(SubmissionScope& scope, const PageAccount& account,
-                   std::span<const std::int32_t> token_ids);
+                   std::span<const PrefixKey> asked);
   /// Returns whether the rows that become sinks are whole; else `find_prefix` has to look again.
   bool check_sinks(SubmissionScope& scope, bool last);
   /// Promises the session what it takes at its full length. Throws `kResourceExhausted`, nothing

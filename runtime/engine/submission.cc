@@ -32,7 +32,10 @@ transfer::Stream* Submission::adopted(StreamRef stream) {
 }
 
 SubmissionScope::SubmissionScope(Submission& submission, StreamRef stream)
-    : submission_(submission), lock_(submission.mutex_), synchronous_(!stream.given()) {
+    : submission_(submission),
+      lock_(submission.mutex_),
+      current_(submission.device_),
+      synchronous_(!stream.given()) {
   submission_.check_alive();
   submission_.workspace_.staging.discard();
   stream_ = stream.given() ? submission_.adopted(stream) : submission_.main_.get();

@@ -54,7 +54,8 @@ class Submission {
 
 /// The scope of one call that enqueues. Locks the engine's mutex and makes the stream wait for the
 /// previous use of the workspace; its end records the new last use. `stream()` is the caller's
-/// stream, or the engine's own when none was given; `finish()` then waits for the outputs.
+/// stream, or the engine's own when none was given; `finish()` then waits for the outputs. The
+/// engine's GPU is current in the thread meanwhile.
 ///
 /// A call under graph capture takes no part in that order: its replays must be ordered with other
 /// calls of the engine by the caller.
@@ -91,6 +92,7 @@ class SubmissionScope {
 
   Submission& submission_;
   std::unique_lock<std::mutex> lock_;
+  transfer::CurrentDevice current_;
   transfer::Stream* stream_ = nullptr;
   bool synchronous_ = false;
   bool capturing_ = false;

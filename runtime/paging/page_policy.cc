@@ -25,6 +25,12 @@ PageOrder::State& PageOrder::state(Id page) {
   return states_[page];
 }
 
+void PageOrder::reserve(Id last) {
+  static_cast<void>(state(last));
+  ring_.reserve(num_frames_);
+  free_places_.reserve(num_frames_);
+}
+
 float PageOrder::mass(const State& state) const {
   const double age =
       static_cast<double>(num_uses_ - state.last_use) / static_cast<double>(num_frames_);

@@ -12,7 +12,7 @@ namespace kvtier::runtime {
 /// counting less. Notified of what happens to every page, asked when frames are wanted. It knows
 /// nothing of what may not go (`MayGo` says that), and moves nothing: a page that it has chosen has
 /// left once `leave` says so. Ids are small numbers. Nothing but `enter` and `use` of an id seen
-/// for the first time allocates.
+/// for the first time allocates, and after `reserve` these do not.
 class PageOrder {
  public:
   using Id = std::uint64_t;
@@ -21,6 +21,8 @@ class PageOrder {
   /// Of a pool of `num_frames` frames.
   explicit PageOrder(std::size_t num_frames) : num_frames_(std::max<std::size_t>(num_frames, 1)) {}
 
+  /// Makes room for all frames, and for pages up to this one.
+  void reserve(Id last);
   /// A page has come to a frame: a new one, or one that was evicted.
   void enter(Id page);
   /// A call needs `rows` rows of a page, wherever it is.

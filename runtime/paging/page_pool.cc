@@ -30,17 +30,15 @@ PagePool::PagePool(transfer::Device& device, std::size_t page_bytes, std::size_t
   owner_ = &owner;
 }
 
-Page& PagePool::new_page() {
-  if (free_pages_.empty()) {
+void PagePool::reserve_pages(std::size_t count) {
+  while (free_pages_.size() < count) {
     if (free_pages_.capacity() <= pages_.size())
       free_pages_.reserve(2 * pages_.size() + 1);  // giving back cannot fail
     Page& page = pages_.emplace_back();
     page.version.page = pages_.size();
-    return page;
+    free_pages_.push_back(&page);
   }
-  Page& page = *free_pages_.back();
-  free_pages_.pop_back();
-  return page;
+  if (has_tiers()) order_.reserve(pages_.size());
 }
 
 template <typename Change>
@@ -74,11 +72,14 @@ void PagePool::enter(Page& page, std::byte* frame) {
 
 bool PagePool::take_all(std::span<Page*> pages, transfer::Stream* stream) {
   std::vector<std::byte*> frames(pages.size());
+  reserve_pages(pages.size());  // nothing fails once the frames are taken
   if (!frames_.take_all(frames, stream)) return false;
   for (std::size_t i = 0; i < pages.size(); ++i) {
-    Page& page = new_page();
+    Page& page = *free_pages_.back();
+    free_pages_.pop_back();
     page.holders = 1;
     page.needed_by = 0;
+    page.moved_at = 0;
     page.rows = 0;
     enter(page, frames[i]);
     pages[i] = &page;
@@ -87,8 +88,9 @@ bool PagePool::take_all(std::span<Page*> pages, transfer::Stream* stream) {
 }
 
 void PagePool::give_back(std::span<Page* const> pages, transfer::Event last_use) {
-  std::vector<std::byte*> frames;
-  frames.reserve(pages.size());
+  std::vector<std::byte*> frames;  // with its memory before any hold ends
+  frames.reserve(static_cast<std::size_t>(
+      std::ranges::count_if(pages, [](const Page* page) { return !shared(*page); })));
   for (Page* page : pages) {
     assert(page->holders > 0);
     if (--page->holders == 1) --num_shared_;
@@ -281,32 +283,25 @@ bool PagePool::ensure_resident(transfer::Stream& stream, std::span<Page* const> 
   if (needed.missing.empty()) return true;
   if (needed.pages.size() - needed.unmovable > num_movable()) return false;
 
-  const std::vector<std::byte*> frames = take_frames(stream, needed.missing.size());
+  std::vector<PageIn> in(needed.missing.size());  // before the frames are taken: it may fail
+  const std::vector<std::byte*> frames = take_frames(stream, in.size());
+  for (std::size_t i = 0; i < in.size(); ++i) {
+    in[i].version = needed.missing[i]->version;
+    in[i].bytes = {frames[i], page_bytes()};
+    in[i].crc = needed.missing[i]->crc;
+  }
   owner_->wait_for_work(stream);  // the frames' last readers
   if (keep_lock) {
-    std::vector<PageIn> in = reads_of(needed.missing, frames);
     tiers_->read(in);
     place(needed.missing, in);
     return true;
   }
-  read_unlocked(needed.pages, needed.missing, frames);
+  read_unlocked(needed.pages, needed.missing, in);
   return true;
 }
 
-std::vector<PageIn> PagePool::reads_of(std::span<Page* const> missing,
-                                       std::span<std::byte* const> frames) const {
-  std::vector<PageIn> in(frames.size());
-  for (std::size_t i = 0; i < in.size(); ++i) {
-    in[i].version = missing[i]->version;
-    in[i].bytes = {frames[i], page_bytes()};
-    in[i].crc = missing[i]->crc;
-  }
-  return in;
-}
-
 void PagePool::read_unlocked(std::span<Page* const> needed, std::span<Page* const> missing,
-                             std::span<std::byte* const> frames) {
-  std::vector<PageIn> in = reads_of(missing, frames);
+                             std::span<PageIn> in) {
   lease(needed);
   std::exception_ptr failure;
   try {
@@ -335,7 +330,7 @@ void PagePool::place(std::span<Page* const> pages, std::span<const PageIn> in) {
       enter(page, frame);
       owner_->restored(frame);
       if (outcome == PageIn::Outcome::kRepaired) end_version(page);
-      ++num_moves_;
+      page.moved_at = ++num_moves_;
       --num_evicted_;
       ++counters_.restored;
       continue;

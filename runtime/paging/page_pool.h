@@ -34,6 +34,7 @@ class Page {
   std::uint32_t crc = 0;  ///< Of what the tiers have.
   PageVersion version;
   std::uint64_t needed_by = 0;  ///< The last call that needed it.
+  std::uint64_t moved_at = 0;   ///< `num_moves` when it was restored last; 0: it never was.
   std::uint32_t rows = 0;       ///< That the next call reads of it.
   bool sealed = false;
   bool pinned = false;
@@ -93,6 +94,9 @@ class PagePool {
   [[nodiscard]] static bool shared(const Page& page) { return page.holders > 1; }
   /// Returns where the bytes of a page are now; nullptr when they are evicted.
   [[nodiscard]] static std::byte* address(const Page& page) { return page.frame; }
+  /// Returns what `num_moves` was when the page came to where it is; 0: it has been there since it
+  /// was taken.
+  [[nodiscard]] static std::uint64_t moved_at(const Page& page) { return page.moved_at; }
   /// Returns how often an address has changed.
   [[nodiscard]] std::uint64_t num_moves() const noexcept { return num_moves_; }
 
@@ -162,7 +166,8 @@ class PagePool {
   [[nodiscard]] std::size_t num_evicted() const noexcept { return num_evicted_; }
 
  private:
-  Page& new_page();
+  /// Makes as many free records, and room to notify the order of their pages.
+  void reserve_pages(std::size_t count);
   /// Puts a page into a frame.
   void enter(Page& page, std::byte* frame);
   /// Forgets what tiers have of a page.
@@ -188,9 +193,7 @@ class PagePool {
   void end_lease(std::span<Page* const> pages);
   /// Reads pages into frames, without the mutex, while `needed` are leased.
   void read_unlocked(std::span<Page* const> needed, std::span<Page* const> missing,
-                     std::span<std::byte* const> frames);
-  [[nodiscard]] std::vector<PageIn> reads_of(std::span<Page* const> missing,
-                                             std::span<std::byte* const> frames) const;
+                     std::span<PageIn> in);
   /// Puts pages that were read into their frames; gives back those of pages that did not come.
   /// Throws what `ensure_resident` throws of those.
   void place(std::span<Page* const> pages, std::span<const PageIn> in);

@@ -61,7 +61,7 @@ PageAccount::PageAccount(const PageAccount& other, std::size_t pages)
 }
 
 PageAccount::~PageAccount() {
-  remove(pages_);
+  hold(0, 0);
   promise(0, 0);
   if (tenant_ != nullptr) quotas_.close(tenant_->first);
 }
@@ -91,29 +91,44 @@ void PageAccount::check(std::size_t pages) const {
 
 void PageAccount::add(std::size_t pages) {
   check(pages);
-  hold(pages_ + pages);
+  hold(pages_ + pages, sketches_);
 }
 
 void PageAccount::remove(std::size_t pages) noexcept {
   assert(pages <= pages_);
-  hold(pages_ - pages);
+  hold(pages_ - pages, sketches_);
 }
 
-std::size_t PageAccount::committed() const noexcept { return std::max(pages_, promised_pages_); }
+void PageAccount::add_sketches(std::size_t bytes) noexcept { hold(pages_, sketches_ + bytes); }
 
-void PageAccount::hold(std::size_t pages) noexcept {
-  quotas_.committed_pages_ -= committed();
+void PageAccount::remove_sketches(std::size_t bytes) noexcept {
+  assert(bytes <= sketches_);
+  hold(pages_, sketches_ - bytes);
+}
+
+void PageAccount::commit() noexcept {
+  quotas_.committed_pages_ += std::max(pages_, promised_pages_);
+  quotas_.committed_sketches_ += std::max(sketches_, promised_sketches_);
+}
+
+void PageAccount::uncommit() noexcept {
+  quotas_.committed_pages_ -= std::max(pages_, promised_pages_);
+  quotas_.committed_sketches_ -= std::max(sketches_, promised_sketches_);
+}
+
+void PageAccount::hold(std::size_t pages, std::size_t sketches) noexcept {
+  uncommit();
   if (tenant_ != nullptr) tenant_->second.pages += pages - pages_;
   pages_ = pages;
-  quotas_.committed_pages_ += committed();
+  sketches_ = sketches;
+  commit();
 }
 
 void PageAccount::promise(std::size_t pages, std::size_t sketch_bytes) noexcept {
-  quotas_.committed_pages_ -= committed();
-  quotas_.promised_sketches_ += sketch_bytes - promised_sketches_;
+  uncommit();
   promised_pages_ = pages;
   promised_sketches_ = sketch_bytes;
-  quotas_.committed_pages_ += committed();
+  commit();
 }
 
 }  // namespace kvtier::runtime

@@ -32,8 +32,8 @@ class PageQuotas {
   [[nodiscard]] std::size_t page_bytes() const noexcept { return page_bytes_; }
   /// Pages that sessions hold or have been promised, whichever is more in each.
   [[nodiscard]] std::size_t committed_pages() const noexcept { return committed_pages_; }
-  /// Bytes of sketches that sessions have been promised.
-  [[nodiscard]] std::size_t promised_sketches() const noexcept { return promised_sketches_; }
+  /// Bytes of sketches, likewise.
+  [[nodiscard]] std::size_t committed_sketches() const noexcept { return committed_sketches_; }
 
  private:
   friend class PageAccount;
@@ -41,11 +41,12 @@ class PageQuotas {
 
   std::size_t page_bytes_;
   std::size_t committed_pages_ = 0;
-  std::size_t promised_sketches_ = 0;
+  std::size_t committed_sketches_ = 0;
   std::map<std::string, Tenant, std::less<>> tenants_;  ///< Their addresses stay.
 };
 
-/// The pages of all layers that one session holds, each counted in every session that holds it.
+/// The pages of all layers that one session holds, each counted in every session that holds it, and
+/// its sketches in the same way.
 class PageAccount {
  public:
   /// `max_bytes` 0: no limit of the session's own. `tenant` empty: of no tenant.
@@ -63,6 +64,9 @@ class PageAccount {
   /// Checks and adds.
   void add(std::size_t pages);
   void remove(std::size_t pages) noexcept;
+  /// Count bytes of sketches, which have no quota.
+  void add_sketches(std::size_t bytes) noexcept;
+  void remove_sketches(std::size_t bytes) noexcept;
 
   /// Promises the session so many pages, those that it holds among them, and bytes of sketches, for
   /// as long as the account lives.
@@ -86,13 +90,15 @@ class PageAccount {
 
  private:
   [[nodiscard]] std::size_t left_of_tenant() const noexcept;
-  [[nodiscard]] std::size_t committed() const noexcept;
   /// Sets what it holds, and counts it.
-  void hold(std::size_t pages) noexcept;
+  void hold(std::size_t pages, std::size_t sketches) noexcept;
+  /// Counts in all what the session holds or has been promised, or takes that off.
+  void commit() noexcept;
+  void uncommit() noexcept;
 
   PageQuotas& quotas_;
   std::size_t max_pages_;
-  std::size_t pages_ = 0;
+  std::size_t pages_ = 0, sketches_ = 0;
   std::size_t promised_pages_ = 0, promised_sketches_ = 0;
   std::pair<const std::string, PageQuotas::Tenant>* tenant_ = nullptr;  ///< May be none.
 };

@@ -41,6 +41,7 @@ bool PageTable::grow(transfer::Stream& stream, std::int64_t count) {
   if (count <= old_count) return true;
 
   pages_.reserve(static_cast<std::size_t>(count));
+  if (!written_.empty()) written_.reserve(static_cast<std::size_t>(count));
   std::vector<Page*> fresh(static_cast<std::size_t>(count - old_count));
   if (!pool_->take_all(fresh, &stream)) return false;
   pages_.insert(pages_.end(), fresh.begin(), fresh.end());
@@ -65,6 +66,13 @@ void PageTable::write_addresses(transfer::Stream& stream, std::int64_t begin, st
     }
     transfer::patch_table(stream, device_addresses_, begin, patch, length);
   }
+}
+
+bool PageTable::in_place() const {
+  if (addresses_current()) return true;
+  return moves_ != kNotCurrent && std::ranges::all_of(pages_, [this](const Page* page) {
+           return PagePool::address(*page) != nullptr && PagePool::moved_at(*page) <= moves_;
+         });
 }
 
 std::int64_t PageTable::sync_addresses(transfer::Stream& stream) {

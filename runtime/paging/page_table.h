@@ -39,8 +39,13 @@ class PageTable {
   void share(transfer::Stream& stream, std::span<Page* const> pages);
   /// Returns whether page `i` has other holders.
   [[nodiscard]] bool shared(std::int64_t i) const { return PagePool::shared(page(i)); }
-  /// Returns whether every page is where the device array says. One comparison.
+  /// Returns whether no page of the pool has moved since every page was where the device array
+  /// says. One comparison.
   [[nodiscard]] bool addresses_current() const { return moves_ == pool_->num_moves(); }
+  /// Returns whether every page is where the device array says, wherever those of other tables have
+  /// gone. Looks at each page. Also false where a page that was restored once has come to the table
+  /// since the last `sync_addresses`.
+  [[nodiscard]] bool in_place() const;
   /// Writes the addresses that have changed. Returns how many pages are evicted; their addresses
   /// are those of other pages now, and not to be read.
   std::int64_t sync_addresses(transfer::Stream& stream);

@@ -5,11 +5,11 @@
 #include "include/types/failure.h"
 #include "transfer/tiers/crc32c.h"
 #include "transfer/tiers/file_tier.h"
+#include "transfer/tiers/segment.h"
 
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <random>
 #include <utility>
 
 namespace kvtier::runtime {
@@ -27,7 +27,7 @@ std::uint64_t mixed(std::uint64_t x) {
 constexpr std::uint64_t kCacheSegments = 256;
 constexpr std::uint64_t kMinSegmentPages = 16;
 
-std::shared_ptr<PageTier> make_disk_cache(const MemoryConfig& config, std::uint64_t page_bytes) {
+tiers::FileTierOptions disk_cache_options(const MemoryConfig& config, std::uint64_t page_bytes) {
   constexpr std::uint64_t kBlock = 4096;
   const std::uint64_t record = (page_bytes + kBlock - 1) / kBlock * kBlock + kBlock;
   const std::uint64_t least = kMinSegmentPages * record + 2 * kBlock;
@@ -39,12 +39,7 @@ std::shared_ptr<PageTier> make_disk_cache(const MemoryConfig& config, std::uint6
   options.max_page_bytes = page_bytes;
   options.sync = false;  // nothing in it outlives the process
   options.retain = true;
-  return std::make_shared<tiers::FileTier>(options);
-}
-
-std::uint64_t random_nonce() {
-  std::random_device device;
-  return (std::uint64_t{device()} << 32U) ^ device();
+  return options;
 }
 
 }  // namespace
@@ -72,7 +67,7 @@ PageTiers::PageTiers(std::vector<std::shared_ptr<PageTier>> tiers, std::size_t p
     : tiers_(std::move(tiers)),
       deadline_(deadline),
       log_(std::move(log)),
-      nonce_(random_nonce()),
+      nonce_(tiers::random_nonce()),
       uses_(tiers_.size()) {
   if (!tiers_.front()->retains()) {
     throw_error(ErrorCode::kInvalidArgument,
@@ -90,9 +85,17 @@ PageTiers::PageTiers(std::vector<std::shared_ptr<PageTier>> tiers, std::size_t p
 std::unique_ptr<PageTiers> make_page_tiers(const MemoryConfig& config, std::size_t page_bytes,
                                            const PageTiers::Log& log) {
   std::vector<std::shared_ptr<PageTier>> all = config.tiers;
-  if (!config.disk_cache.empty()) all.insert(all.begin(), make_disk_cache(config, page_bytes));
+  if (!config.disk_cache.empty()) {
+    all.insert(all.begin(),
+               std::make_shared<tiers::FileTier>(disk_cache_options(config, page_bytes)));
+  }
   if (all.empty()) return nullptr;
   return std::make_unique<PageTiers>(std::move(all), page_bytes, config.tier_deadline, log);
+}
+
+std::size_t disk_cache_pages(const MemoryConfig& config, std::size_t page_bytes) {
+  if (config.disk_cache.empty()) return 0;
+  return tiers::capacity_pages(disk_cache_options(config, page_bytes), page_bytes);
 }
 
 std::size_t PageTiers::capacity_pages(std::size_t page_bytes) const {
@@ -138,7 +141,8 @@ void PageTiers::report_refusal(bool refuses) {
     if (refuses == std::exchange(refusing_, refuses)) return;
   }
   say(refuses ? LogLevel::kWarning : LogLevel::kInfo,
-      refuses ? describe_refusal() : tiers_.front()->describe() + ": takes pages again");
+      refuses ? describe_refusal() + ": " + tiers_.front()->describe()
+              : tiers_.front()->describe() + ": takes pages again");
 }
 
 void PageTiers::put(std::size_t tier, std::span<TierPut> pages) {
@@ -208,7 +212,7 @@ void PageTiers::add_to(Stats& stats) const {
 
 std::string PageTiers::describe_refusal() const {
   const std::lock_guard lock(mutex_);
-  return tiers_.front()->describe() + ": expected pages to be taken, found \"" +
+  return std::string(tiers_.front()->kind()) + " tier: expected pages to be taken, found \"" +
          std::string(tier_status_name(last_refusal_)) + "\"";
 }
 

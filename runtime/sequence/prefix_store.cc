@@ -1,5 +1,6 @@
 #include "runtime/sequence/prefix_store.h"
 
+#include "runtime/sequence/row_cache.h"
 #include "transfer/kv/row_checks.h"
 
 #include <algorithm>
@@ -108,8 +109,8 @@ void PrefixStore::attach(transfer::Stream& stream, std::span<const PrefixKey> ke
   memory.begin_at(stream, static_cast<std::int64_t>(keys.size()) * pools_.kv.page_tokens);
 }
 
-std::size_t PrefixStore::publish(transfer::Stream& stream, std::span<const PrefixKey> keys,
-                                 SequenceMemory& memory) {
+void PrefixStore::publish(transfer::Stream& stream, std::span<const PrefixKey> keys,
+                          SequenceMemory& memory) {
   const std::size_t known = longest(keys);
   adopt(stream, keys.first(known), memory);
   for (std::size_t page = known; page < keys.size(); ++page) {
@@ -118,7 +119,6 @@ std::size_t PrefixStore::publish(transfer::Stream& stream, std::span<const Prefi
   }
   touch(keys);
   memory.limit_room(stream);
-  return keys.size() - known;
 }
 
 void PrefixStore::adopt(transfer::Stream& stream, std::span<const PrefixKey> stored,
@@ -129,17 +129,26 @@ void PrefixStore::adopt(transfer::Stream& stream, std::span<const PrefixKey> sto
     table.pool().share({&page, 1});
     table.replace(stream, i, *page);
   };
-  for (std::size_t i = 0; i < stored.size(); ++i) {
-    const Entry& known = entry(stored[i]);
-    const bool ends_slab = slab_of(i) != slab_of(i + 1);
-    for (std::size_t l = 0; l < memory.layers().size(); ++l) {
-      LayerState& layer = memory.layers()[l];
+  for (std::size_t l = 0; l < memory.layers().size(); ++l) {
+    LayerState& layer = memory.layers()[l];
+    bool forgotten = false;
+    for (std::size_t i = 0; i < stored.size(); ++i) {
+      const Entry& known = entry(stored[i]);
+      Page* const page = known.pages[l];
       // A captured graph reads the page where it is: a stored one must be resident, and stay.
       const bool captured = memory.captured();
-      if (!captured || PagePool::address(*known.pages[l]) != nullptr) {
-        exchange(layer.pages, i, known.pages[l]);
-        if (captured) pools_.pages->pin(*known.pages[l]);
+      if (!captured || PagePool::address(*page) != nullptr) {
+        const auto token = static_cast<std::int64_t>(i) * pools_.kv.page_tokens;
+        // Stored rows may differ from the sequence's own by rounding: its cached rows would be
+        // attended among them.
+        if (!forgotten && &layer.pages.page(static_cast<std::int64_t>(i)) != page) {
+          forget_cached_rows(stream, pools_, layer, token);
+          forgotten = true;
+        }
+        exchange(layer.pages, i, page);
+        if (captured) pools_.pages->pin(*page);
       }
+      const bool ends_slab = slab_of(i) != slab_of(i + 1);
       for (std::size_t j = 0; ends_slab && j < layer.slabs.size(); ++j) {
         exchange(layer.slabs[j], slab_of(i), known.slabs[j][l]);
       }

@@ -40,10 +40,8 @@ class PrefixStore {
   void attach(transfer::Stream& stream, std::span<const PrefixKey> keys, SequenceMemory& memory);
 
   /// Stores the pages of a sequence that has at least these tokens in every layer. Where a page is
-  /// stored already, the sequence holds the stored one instead of its own. Returns how many pages
-  /// were new.
-  std::size_t publish(transfer::Stream& stream, std::span<const PrefixKey> keys,
-                      SequenceMemory& memory);
+  /// stored already, the sequence holds the stored one instead of its own.
+  void publish(transfer::Stream& stream, std::span<const PrefixKey> keys, SequenceMemory& memory);
 
   /// Drops one page of every layer and its slabs. Returns false when there is none.
   bool evict_one(transfer::Stream& stream);
@@ -82,7 +80,8 @@ class PrefixStore {
   [[nodiscard]] std::size_t slab_of(std::size_t page) const {
     return page * static_cast<std::size_t>(pools_.kv.page_tokens) / hashing::kBlockTokens;
   }
-  /// Puts stored pages, and slabs that they fill, in the place of the sequence's own.
+  /// Puts stored pages, and slabs that they fill, in the place of the sequence's own, whose cached
+  /// rows are forgotten from there on.
   void adopt(transfer::Stream& stream, std::span<const PrefixKey> stored, SequenceMemory& memory);
   /// Drops a page, if it is stored.
   void forget(transfer::Stream& stream, const PrefixKey& key);

@@ -80,9 +80,8 @@ transfer::RowCachePlaces fetch_rows(transfer::Stream& stream, const Pools& pools
     transfer::gather_whole_rows(stream, pools.kv, reading, fetch.flags);
     return {};
   }
-  const bool pages_on_device = pools.pages_on_device;
   transfer::gather_rows(stream, pools.kv, reading.sequences, reading.query_batch, reading.selection,
-                        pages_on_device, fetch.flags);
+                        /*pages_on_device=*/false, fetch.flags);
   return {};
 }
 

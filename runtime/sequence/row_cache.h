@@ -32,7 +32,8 @@ struct Fetch {
   bool capturing = false;  ///< No memory is taken then.
 };
 
-/// Enqueues the copy of the selected rows to staging, as far as it goes, from their pages, and of
+/// Enqueues the copy of the selected rows to staging, as far as it goes, from their pages in host
+/// memory, without which there is no staging, and of
 /// cached ones from their slots. On CUDA these may stay there: then returns where rows are, for
 /// attention, which must be the next launch. With checks of rows, those that the launch reads are
 /// compared, and nothing stays.

@@ -127,14 +127,15 @@ void SequenceMemory::limit_room(transfer::Stream& stream) {
 }
 
 void SequenceMemory::capture() {
+  if (captured_) return;  // its pages have stayed where they were
   for (std::size_t i = 0; i < layers_.size(); ++i) {
-    if (layers_[i].pages.addresses_current()) continue;
+    if (layers_[i].pages.in_place()) continue;
     throw_error(ErrorCode::kFailedPrecondition,
                 "graph capture: expected the session's pages in host memory, found that pages of "
                 "layer ",
                 i, " have been in a tier; call reserve before the capture");
   }
-  if (std::exchange(captured_, true)) return;
+  captured_ = true;
   for (LayerState& layer : layers_) keep_pages(layer, 0);
 }
 

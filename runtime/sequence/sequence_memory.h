@@ -75,7 +75,6 @@ class SequenceMemory {
   void keep_pages(LayerState& layer, std::int64_t begin);
 
   [[nodiscard]] std::vector<LayerState>& layers() noexcept { return layers_; }
-  [[nodiscard]] int page_tokens() const noexcept { return pools_.kv.page_tokens; }
 
  private:
   void share_layer(transfer::Stream& stream, const LayerState& from, LayerState& to) const;

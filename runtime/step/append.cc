@@ -61,9 +61,8 @@ void flush_append(SubmissionScope& scope, EngineState& engine, int layer,
                        engine.pools.frame_factors);
   engine.workspace.staging.finish(stream);
   timer.stop();
-  if (scope.capturing()) return;  // replays append, and `advance` reports them
+  if (scope.capturing()) return;  // replays append, and `advance` says how much
   for (int j = 0; j < batch.count; ++j) {
-    engine.statistics.tokens_appended += static_cast<std::uint64_t>(batch[j].tokens);
     LayerState& state = sessions[static_cast<std::size_t>(j)]->layer(layer);
     state.length += batch[j].tokens;
     seal_pages(engine, state, state.length - batch[j].tokens);
@@ -230,6 +229,13 @@ bool Append::enqueue() {
 void Append::undo() {
   for (std::size_t i = 0; i < parts_.size(); ++i) {
     parts_[i].session->undo_append(scope_.stream(), layer_, before_[i].length, before_[i].pages);
+  }
+}
+
+void Append::count() const {
+  if (scope_.capturing()) return;
+  for (const AppendPart& part : parts_) {
+    engine_.statistics.tokens_appended += static_cast<std::uint64_t>(part.keys.shape[0]);
   }
 }
 

@@ -27,6 +27,9 @@ class Append {
   bool enqueue();
   /// Takes all of it back. Not in a capture.
   void undo();
+  /// Counts the tokens, once the call cannot fail any more: `stats` may be read while it waits for
+  /// pages, and a sum never gets smaller. Not those of a capture, which `advance` counts.
+  void count() const;
 
  private:
   struct Before {

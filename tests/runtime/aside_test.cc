@@ -158,17 +158,26 @@ TEST_P(AsideTest, FramesThatACallWaitsForAreNoReasonToRefuseAnother) {
 TEST_P(AsideTest, ACallThatWaitedInVainHasChangedNothing) {
   start(40);
   const std::int64_t length = long_.tiered->length(0);
+  const auto appended = [&] { return engine_->stats().cumulative.tokens_appended; };
+  const auto to_host = [&] { return engine_->stats().cumulative.bytes_device_to_host; };
+  const std::uint64_t before = appended(), bytes_before = to_host();
   auto result = decode_behind_the_gate(50);
+  EXPECT_EQ(appended(), before) << "what may be taken back is not counted";
+  EXPECT_EQ(to_host(), bytes_before);
   expect_same_decode(*short_.tiered, *short_.twin, model(), 2, 60);
+  const std::uint64_t of_short = 2 * static_cast<std::uint64_t>(model().layers);
+  EXPECT_EQ(appended(), before + of_short);
   gate_->pages().set({.get = TierStatus::kUnavailable});
   gate_->open();
   const auto error = error_of([&] { (void)result.get(); });
   ASSERT_TRUE(error.has_value());
   EXPECT_EQ(error->code(), ErrorCode::kUnavailable);
   EXPECT_EQ(long_.tiered->length(0), length);
+  EXPECT_EQ(appended(), before + of_short);
 
   gate_->pages().set({});
   expect_same_decode(*long_.tiered, *long_.twin, model(), 2, 300);
+  EXPECT_EQ(appended(), before + 2 * of_short);
   EXPECT_EQ(all_rows(*long_.tiered, model(), 0), all_rows(*long_.twin, model(), 0));
 }
 

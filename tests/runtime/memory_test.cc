@@ -324,6 +324,33 @@ TEST_P(MemoryTest, WhatPlainSessionsHoldIsNotPromised) {
   Session first = engine.open({.whole = true}), second = engine.open({.whole = true});
 }
 
+TEST_P(MemoryTest, SketchesThatPlainSessionsHoldAreNotPromised) {
+  Config config = this->config();
+  config.memory.row_cache_bytes = 0;
+  const std::int64_t most = config.memory.max_session_tokens;
+  config.memory.device_bytes = device_bytes_for(config, GetParam(), most, 2);
+  Engine engine(config);
+  const std::size_t all = engine_memory(config, GetParam()).sketches;
+  const std::size_t wanted = session_memory(config, most).sketches;
+  const auto used = [&] { return engine.stats().snapshot.sketch_bytes_used; };
+  // Few tokens, with a whole block of sketches in each layer.
+  std::vector<Session> plain;
+  while (all - used() >= wanted) {
+    plain.push_back(engine.open());
+    fill(plain.back(), config.model, 16);
+  }
+  const std::optional<Error> error = error_of([&] { (void)engine.open({.whole = true}); });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->code(), ErrorCode::kResourceExhausted);
+  EXPECT_THAT(error->what(), HasSubstr(" of sketches for all of them, found "));
+
+  plain.back().truncate(0);  // what it gives back can be promised
+  Session whole = engine.open({.whole = true});
+  fill(whole, config.model, most);
+  plain.pop_back();
+  EXPECT_TRUE(error_of([&] { (void)engine.open({.whole = true}); }));
+}
+
 TEST(MemoryErrorsTest, CudaIsRefusedInABuildWithoutIt) {
   if (transfer::has_cuda_half()) GTEST_SKIP() << "this build has CUDA";
   const Config config = small_config(Backend::kCpu);

@@ -338,6 +338,30 @@ TEST_P(SpillFaultTest, SpillsToAFolderAndCatchesWhatIsFlippedThere) {
   EXPECT_EQ(named_segments(folder.path()), 0);
 }
 
+TEST_P(SpillFaultTest, AWholeSessionFillsASmallDiskCacheToItsEnd) {
+  const Folder folder;
+  Config config = tiered_config(GetParam(), 16, nullptr);
+  config.memory.disk_cache = folder.path();
+  config.memory.disk_cache_bytes = MiB;
+  Engine engine(config);
+  const std::int64_t most = config.memory.max_session_tokens;
+  std::int64_t tokens = kPageTokens;
+  const auto fits = [&](std::int64_t wanted) {
+    return !error_of([&] { (void)engine.open({.capacity_tokens = wanted, .whole = true}); });
+  };
+  while (tokens < most && fits(tokens + kPageTokens)) tokens += kPageTokens;
+  ASSERT_LT(tokens, most);
+  EXPECT_GT(2 * tokens, 16 * kPageTokens);  // of two layers, more than there are frames for
+
+  Session whole = engine.open({.capacity_tokens = tokens, .whole = true});
+  for (std::int64_t at = 0; at < tokens; at += kPageTokens) {
+    for (int layer = 0; layer < 2; ++layer) {
+      append_random(whole, config.model, layer, kPageTokens, static_cast<std::uint64_t>(at));
+    }
+  }
+  EXPECT_EQ(whole.length(1), tokens);
+}
+
 TEST_P(SpillFaultTest, ADiskCacheNeedsAFolderAndRoomForTwoSegments) {
   const Folder folder;
   Config config = tiered_config(GetParam(), 40, nullptr);

@@ -39,6 +39,18 @@ TEST_P(SpillTest, DecodesAsIfEverythingWereInMemory) {
   }
 }
 
+TEST_P(SpillTest, EvictsForTheFramesThatACallLacksOnly) {
+  Engine engine(with_frames(64));
+  const ModelConfig& model = engine.config().model;
+  Session session = engine.open();
+  append_random(session, model, 0, 34 * kPageTokens, 1);
+  EXPECT_EQ(engine.stats().cumulative.pages_evicted, 0U);
+  append_random(session, model, 1, 31 * kPageTokens, 2);  // one more than are free
+  const std::uint64_t evicted = engine.stats().cumulative.pages_evicted;
+  EXPECT_GE(evicted, 1U);
+  EXPECT_LE(evicted, 8U);  // pages go in batches of an eighth of the frames
+}
+
 TEST_P(SpillTest, AttendsDenselyOverMoreThanTheFramesHold) {
   Engine engine(with_frames(12));
   Engine reference(twin());

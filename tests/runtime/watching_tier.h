@@ -54,17 +54,16 @@ class WatchingTier final : public PageTier {
   std::vector<std::span<std::byte>> frames_;
 };
 
-/// Sends pages of a session to the engine's tier, for another session of `tokens` tokens, and has
-/// them all back. Returns the frames that they have now.
+/// Sends pages of a session to the engine's tier, for `tokens` tokens of each layer that another
+/// one appends, and has them all back. Returns the frames that they have now.
 inline std::vector<std::span<std::byte>> evicted_and_restored(Engine& engine, Session& session,
                                                               WatchingTier& tier,
                                                               std::int64_t tokens) {
   const ModelConfig& model = engine.config().model;
   {
     Session other = engine.open();
-    for (int layer = 0; layer < model.layers; ++layer) {
-      append_random(other, model, layer, tokens, 8);
-    }
+    // In one call and layer: its own pages cannot go for later ones.
+    append_random(other, model, 0, model.layers * tokens, 8);
   }
   (void)tier.take_frames();
   for (int layer = 0; layer < model.layers; ++layer) (void)all_rows(session, model, layer);

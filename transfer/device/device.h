@@ -224,12 +224,35 @@ class Device {
   [[nodiscard]] virtual Buffer allocate(Space space, std::size_t bytes,
                                         const PinOptions& options = {}) = 0;
   [[nodiscard]] virtual std::unique_ptr<Stream> make_stream() = 0;
-  /// Wraps a caller's stream, which is not destroyed. Throws `kInvalidArgument` on the CPU backend.
+  /// Wraps a caller's stream, which is not destroyed. Throws `kInvalidArgument` on the CPU backend,
+  /// for a stream of another GPU, unless it is being captured, and for `cudaStreamPerThread`.
   [[nodiscard]] virtual std::unique_ptr<Stream> adopt(StreamRef external) = 0;
   [[nodiscard]] virtual MemoryInfo memory() const = 0;
   [[nodiscard]] virtual Backend backend() const noexcept = 0;
+  /// The number of the GPU among those of the process; -1 on the CPU backend.
+  [[nodiscard]] virtual int index() const noexcept { return -1; }
+  /// Makes the GPU current in the calling thread. Returns the number of the one that was, -1 where
+  /// nothing has changed.
+  [[nodiscard]] virtual int make_current() const { return -1; }
+  virtual void restore_current(int /*index*/) const noexcept {}
   /// "CPU, 8 threads" or "NVIDIA H200, 132 SMs".
   [[nodiscard]] virtual std::string_view name() const noexcept = 0;
+};
+
+/// Makes a device current in the calling thread, as launches on its streams need, and at its end
+/// the one before. Nothing on the CPU backend.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(const Device& device) : device_(device), before_(device.make_current()) {}
+  CurrentDevice(const CurrentDevice&) = delete;  // restores once
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+  ~CurrentDevice() {
+    if (before_ >= 0) device_.restore_current(before_);
+  }
+
+ private:
+  const Device& device_;
+  int before_;
 };
 
 /// Makes the device. `kAuto` falls back to the CPU and says why through `log`; `kCuda` throws

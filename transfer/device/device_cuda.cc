@@ -157,6 +157,7 @@ class CudaDevice final : public Device {
     assert(external.given());
     use();
     cudaStream_t stream = stream_of(external.handle());
+    check_adoptable(stream);
     return std::make_unique<CudaStream>(events_, stream != nullptr ? stream : cudaStreamLegacy,
                                         false);
   }
@@ -168,8 +169,35 @@ class CudaDevice final : public Device {
   }
   [[nodiscard]] Backend backend() const noexcept override { return Backend::kCuda; }
   [[nodiscard]] std::string_view name() const noexcept override { return name_; }
+  [[nodiscard]] int index() const noexcept override { return index_; }
+  [[nodiscard]] int make_current() const override {
+    int before = 0;
+    KVTIER_CUDA_CHECK(cudaGetDevice(&before));
+    if (before == index_) return -1;
+    use();
+    return before;
+  }
+  void restore_current(int index) const noexcept override {
+    check_in_destructor(cudaSetDevice(index));
+  }
 
  private:
+  void check_adoptable(cudaStream_t stream) const {
+    if (stream == cudaStreamPerThread) {
+      throw_invalid("stream", "one that all threads share",
+                    "cudaStreamPerThread, a stream of each thread");
+    }
+    if (stream == nullptr || stream == cudaStreamLegacy) return;  // that of this device
+    const OutsideCapture guard;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    KVTIER_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+    if (status != cudaStreamCaptureStatusNone) return;  // CUDA does not say, and ends the capture
+    int found = 0;
+    KVTIER_CUDA_CHECK(cudaStreamGetDevice(stream, &found));
+    if (found == index_) return;
+    throw_invalid("stream", join("one of GPU ", index_, ", which the engine uses"),
+                  join("one of GPU ", found));
+  }
   /// Makes the device current in the calling thread, where its kernels are about to be launched.
   void use() const { KVTIER_CUDA_CHECK(cudaSetDevice(index_)); }
 

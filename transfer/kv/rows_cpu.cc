@@ -186,8 +186,7 @@ void gather_rows(const KvGeometry& geometry, const SequenceBatch& sequences,
         const std::int64_t token = lane.ids[i];
         cpu::read_row(geometry, lane.sequence, lane.resident_begin, head, token,
                       lane.staged + i * row_bytes);
-        const bool kept = token < geometry.sink_capacity ||
-                          (geometry.recent_capacity > 0 && token >= lane.resident_begin);
+        const bool kept = row_is_resident(geometry, lane.resident_begin, token);
         if (kept || pages_on_device) ++resident;
       }
       copied += std::max<std::int64_t>(last - first, 0);

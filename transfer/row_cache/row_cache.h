@@ -13,7 +13,8 @@
 
 /// The row cache of sequences: copies on the device of rows that steps have fetched, so that they
 /// cross the link once for as long as they are kept. A row is never written again while its token
-/// is there, so a copy is as good as the page; forgetting one is always safe.
+/// is there, so a copy is as good as the page, until another page takes its place; forgetting one
+/// is always safe.
 namespace kvtier::transfer {
 
 /// How many rows of a KV head are kept, and which goes for another.

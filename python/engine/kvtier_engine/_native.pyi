@@ -170,7 +170,7 @@ class Engine:
         key: tuple[Any, ...],
         value: tuple[Any, ...],
         out: int,
-        on_device: bool,
+        gpu: int,
         stream: Optional[int],
         options: Options,
         /,

@@ -167,7 +167,7 @@ class Engine(Closing):
         out = query.new_empty((batch, tokens, heads, head_dim))
         self._native.decode_rows(
             *(layer, [session.native for session in sessions], *fields, out.data_ptr()),
-            *(query.is_cuda, stream, native_options(options, 0)),
+            *(device.index if query.is_cuda else -1, stream, native_options(options, 0)),
         )
         return out
 

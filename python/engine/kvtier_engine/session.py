@@ -63,8 +63,8 @@ class Session(Closing):
 
     `stream`: None, and a call returns when its outputs are written; or a `cudaStream_t` as an
     integer (`torch.cuda.current_stream().cuda_stream`), and it is enqueued there: tensors have to
-    be on the GPU then and stay valid until the stream has passed the call. Without a stream,
-    device tensors must have been written before the call.
+    be on the engine's GPU then and stay valid until the stream has passed the call. Without a
+    stream, device tensors must have been written before the call.
 
     One call at a time: a second thread's raises `FailedPreconditionError`, as every call of a
     closed session does. Wrong shapes, dtypes, layers and values raise `InvalidArgumentError`, no

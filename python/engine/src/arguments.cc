@@ -60,7 +60,7 @@ DType dtype_of(std::string_view name, nb::dlpack::dtype dtype, Dtypes expected) 
   invalid(name, text_of(expected), dtype_text(dtype));
 }
 
-MemorySpace space_of(std::string_view name, int device_type, kvtier::Backend backend) {
+MemorySpace space_of(std::string_view name, int device_type, int device_id, const Place& place) {
   if (device_type == nb::device::cpu::value || device_type == nb::device::cuda_host::value) {
     return MemorySpace::kHost;
   }
@@ -68,9 +68,8 @@ MemorySpace space_of(std::string_view name, int device_type, kvtier::Backend bac
     invalid(name, "memory of the host or of a CUDA device",
             "DLPack device type " + std::to_string(device_type));
   }
-  if (backend != kvtier::Backend::kCuda) {
-    invalid(name, "host memory, since the engine runs on the CPU", "CUDA memory");
-  }
+  // Managed memory is of no GPU in particular.
+  check_gpu(name, device_type == nb::device::cuda::value ? device_id : place.gpu, place);
   return MemorySpace::kDevice;
 }
 
@@ -89,9 +88,18 @@ void invalid(std::string_view name, std::string_view expected, std::string_view 
       std::string(name) + ": expected " + std::string(expected) + ", found " + std::string(found));
 }
 
+void check_gpu(std::string_view name, int gpu, const Place& place) {
+  if (place.backend != kvtier::Backend::kCuda) {
+    invalid(name, "host memory, since the engine runs on the CPU", "CUDA memory");
+  }
+  if (gpu == place.gpu) return;
+  invalid(name, "memory of the host or of GPU " + std::to_string(place.gpu) + ", the engine's",
+          "memory of GPU " + std::to_string(gpu));
+}
+
 template <typename Array, typename View>
 Argument<Array, View>::Argument(std::string_view name, nb::handle array, Dtypes dtypes,
-                                kvtier::Backend backend) {
+                                const Place& place) {
   if (array.is_none()) return;
   if (!nb::try_cast(array, array_)) {
     PyErr_Clear();
@@ -100,7 +108,7 @@ Argument<Array, View>::Argument(std::string_view name, nb::handle array, Dtypes 
   }
   view_.data = array_.data() != nullptr ? array_.data() : &no_elements;
   view_.dtype = dtype_of(name, array_.dtype(), dtypes);
-  view_.space = space_of(name, array_.device_type(), backend);
+  view_.space = space_of(name, array_.device_type(), array_.device_id(), place);
   view_.rank = static_cast<int>(array_.ndim());
   for (std::size_t i = 0; i < std::min(array_.ndim(), view_.shape.size()); ++i) {
     view_.shape[i] = static_cast<std::int64_t>(array_.shape(i));
@@ -111,9 +119,9 @@ Argument<Array, View>::Argument(std::string_view name, nb::handle array, Dtypes 
 template class Argument<nb::ndarray<nb::ro>, kvtier::TensorView>;
 template class Argument<nb::ndarray<>, kvtier::MutableTensorView>;
 
-kvtier::StreamRef stream_of(std::optional<std::uintptr_t> stream, kvtier::Backend backend) {
+kvtier::StreamRef stream_of(std::optional<std::uintptr_t> stream, const Place& place) {
   if (!stream) return {};
-  if (backend != kvtier::Backend::kCuda) {
+  if (place.backend != kvtier::Backend::kCuda) {
     invalid("stream", "None, since the engine runs on the CPU", std::to_string(*stream));
   }
   return kvtier::StreamRef::of(reinterpret_cast<void*>(*stream));  // NOLINT: a handle as an integer

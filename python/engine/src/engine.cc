@@ -29,17 +29,17 @@ namespace {
 
 /// The tensors of one entry of a batch.
 struct Entry {
-  Entry(const nb::tuple& t, kvtier::Backend backend)
+  Entry(const nb::tuple& t, const Place& place)
       : use(nb::cast<Session&>(t[0])),
-        query("query", t[1], Dtypes::kFloats, backend),
-        key("key", t[2], Dtypes::kFloats, backend),
-        value("value", t[3], Dtypes::kFloats, backend),
-        selected("selected", t[4], Dtypes::kInt32, backend),
-        bias("bias", t[5], Dtypes::kFloat32, backend),
-        out("out", t[6], Dtypes::kFloats, backend),
-        lse("lse", t[7], Dtypes::kFloat32, backend),
-        ids("ids", t[8], Dtypes::kInt32, backend),
-        missed("missed", t[9], Dtypes::kFloat32, backend),
+        query("query", t[1], Dtypes::kFloats, place),
+        key("key", t[2], Dtypes::kFloats, place),
+        value("value", t[3], Dtypes::kFloats, place),
+        selected("selected", t[4], Dtypes::kInt32, place),
+        bias("bias", t[5], Dtypes::kFloat32, place),
+        out("out", t[6], Dtypes::kFloats, place),
+        lse("lse", t[7], Dtypes::kFloat32, place),
+        ids("ids", t[8], Dtypes::kInt32, place),
+        missed("missed", t[9], Dtypes::kFloat32, place),
         options(nb::cast<const Options&>(t[10])) {}
 
   [[nodiscard]] kvtier::BatchItem item() const {
@@ -120,7 +120,7 @@ Engine::Engine(nb::handle model, nb::handle memory, nb::handle retrieval, nb::ha
     const nb::gil_scoped_release release;
     made = std::make_unique<kvtier::Engine>(config);
   }
-  backend_ = made->backend();
+  place_ = {made->backend(), made->device_index()};
   // The last owner is Python, or a call of it: both have the GIL, which the end does not hold.
   engine_ = {made.release(), [process = process_](kvtier::Engine* engine) {
                if (process.is_forked()) return;
@@ -142,7 +142,7 @@ Session* Engine::open(std::int64_t capacity_tokens, const std::vector<std::int32
   config.whole = whole;
   const std::shared_ptr<kvtier::Engine> engine = open_engine();
   const nb::gil_scoped_release release;
-  return new Session(engine->open(config), backend_);  // Python takes it
+  return new Session(engine->open(config), place_);  // Python takes it
 }
 
 void Engine::set_quota(const std::string& tenant, std::optional<std::size_t> page_bytes) {
@@ -156,21 +156,19 @@ void Engine::decode(int layer, const nb::list& items, Stream stream) {
   std::deque<Entry> entries;
   std::vector<kvtier::BatchItem> batch;
   for (nb::handle item : items) {
-    batch.push_back(entries.emplace_back(nb::cast<nb::tuple>(item), backend_).item());
+    batch.push_back(entries.emplace_back(nb::cast<nb::tuple>(item), place_).item());
   }
-  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const kvtier::StreamRef on = stream_of(stream, place_);
   const nb::gil_scoped_release release;
   engine->decode(layer, batch, on);
 }
 
 void Engine::decode_rows(int layer, const nb::list& sessions, const nb::tuple& query,
-                         const nb::tuple& key, const nb::tuple& value, std::uintptr_t out,
-                         bool on_device, Stream stream, const Options& options) {
+                         const nb::tuple& key, const nb::tuple& value, std::uintptr_t out, int gpu,
+                         Stream stream, const Options& options) {
   const std::shared_ptr<kvtier::Engine> engine = open_engine();
-  if (on_device && backend_ != kvtier::Backend::kCuda) {
-    invalid("query", "host memory, since the engine runs on the CPU", "CUDA memory");
-  }
-  const auto space = on_device ? kvtier::MemorySpace::kDevice : kvtier::MemorySpace::kHost;
+  if (gpu >= 0) check_gpu("query", gpu, place_);
+  const auto space = gpu >= 0 ? kvtier::MemorySpace::kDevice : kvtier::MemorySpace::kHost;
   const std::size_t rows = sessions.size();
   const Rows queries("query", query, rows, space);
   const Rows keys("key", key, rows, space);
@@ -186,7 +184,7 @@ void Engine::decode_rows(int layer, const nb::list& sessions, const nb::tuple& q
                      {queries.dense_row(out, i), {}, {}, {}},
                      options.get()});
   }
-  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const kvtier::StreamRef on = stream_of(stream, place_);
   const nb::gil_scoped_release release;
   engine->decode(layer, batch, on);
 }
@@ -196,13 +194,13 @@ void Engine::merge(const nb::list& parts, nb::handle out, nb::handle lse, Stream
   std::deque<Input> inputs;
   std::vector<kvtier::PartialResult> partial;
   for (nb::handle part : parts) {
-    const Input& part_out = inputs.emplace_back("parts.out", part[0], Dtypes::kFloat32, backend_);
-    const Input& part_lse = inputs.emplace_back("parts.lse", part[1], Dtypes::kFloat32, backend_);
+    const Input& part_out = inputs.emplace_back("parts.out", part[0], Dtypes::kFloat32, place_);
+    const Input& part_lse = inputs.emplace_back("parts.lse", part[1], Dtypes::kFloat32, place_);
     partial.push_back({part_out.view(), part_lse.view()});
   }
-  const Output to_out("out", out, Dtypes::kFloats, backend_);
-  const Output to_lse("lse", lse, Dtypes::kFloat32, backend_);
-  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const Output to_out("out", out, Dtypes::kFloats, place_);
+  const Output to_lse("lse", lse, Dtypes::kFloat32, place_);
+  const kvtier::StreamRef on = stream_of(stream, place_);
   const nb::gil_scoped_release release;
   engine->merge(partial, {to_out.view(), to_lse.view()}, on);
 }

@@ -37,13 +37,13 @@ class Engine {
   void decode(int layer, const nb::list& items, Stream stream);
   /// `query`, `key`, `value`: (address, number of `DType`, shape, strides) of tensors [batch,
   /// heads, tokens, head_dim], a row for each session. `out`: address of a dense [batch, tokens,
-  /// query_heads, head_dim] of the query's dtype. All are on the device, or none.
+  /// query_heads, head_dim] of the query's dtype. `gpu`: which all are on; below 0: on the host.
   void decode_rows(int layer, const nb::list& sessions, const nb::tuple& query,
-                   const nb::tuple& key, const nb::tuple& value, std::uintptr_t out, bool on_device,
+                   const nb::tuple& key, const nb::tuple& value, std::uintptr_t out, int gpu,
                    Stream stream, const Options& options);
   /// `parts`: tuples (out, lse).
   void merge(const nb::list& parts, nb::handle out, nb::handle lse, Stream stream);
-  [[nodiscard]] kvtier::Backend backend() const noexcept { return backend_; }
+  [[nodiscard]] kvtier::Backend backend() const noexcept { return place_.backend; }
   nb::dict stats();
   void close();
 
@@ -53,7 +53,7 @@ class Engine {
 
   Process process_;
   std::shared_ptr<kvtier::Engine> engine_;  // read and replaced with the GIL held
-  kvtier::Backend backend_ = kvtier::Backend::kCpu;
+  Place place_;
 };
 
 }  // namespace kvtier_engine

@@ -88,7 +88,7 @@ NB_MODULE(_native, m) {
       .def("set_quota", &Engine::set_quota, "tenant"_a, "page_bytes"_a.none())
       .def("decode", &Engine::decode, "layer"_a, "items"_a, "stream"_a.none())
       .def("decode_rows", &Engine::decode_rows, "layer"_a, "sessions"_a, "query"_a, "key"_a,
-           "value"_a, "out"_a, "on_device"_a, "stream"_a.none(), "options"_a)
+           "value"_a, "out"_a, "gpu"_a, "stream"_a.none(), "options"_a)
       .def("merge", &Engine::merge, "parts"_a, "out"_a, "lse"_a, "stream"_a.none())
       .def("backend", &Engine::backend)
       .def("stats", &Engine::stats)

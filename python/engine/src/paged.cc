@@ -20,7 +20,7 @@ PagedSketches::PagedSketches(nb::handle model, nb::handle retrieval, std::int64_
     const nb::gil_scoped_release release;
     made = std::make_unique<kvtier::PagedSketches>(config);
   }
-  backend_ = made->backend();
+  place_ = {made->backend(), made->device_index()};
   // As of `Engine`: the last owner has the GIL, which the end does not hold.
   sketches_ = {made.release(), [process = process_](kvtier::PagedSketches* sketches) {
                  if (process.is_forked()) return;
@@ -39,10 +39,10 @@ std::shared_ptr<kvtier::PagedSketches> PagedSketches::open() const {
 void PagedSketches::store(int layer, nb::handle keys, nb::handle values, nb::handle slots,
                           Stream stream) {
   const std::shared_ptr<kvtier::PagedSketches> sketches = open();
-  const Input k("keys", keys, Dtypes::kFloats, backend_);
-  const Input v("values", values, Dtypes::kFloats, backend_);
-  const Input s("slots", slots, Dtypes::kInt32, backend_);
-  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const Input k("keys", keys, Dtypes::kFloats, place_);
+  const Input v("values", values, Dtypes::kFloats, place_);
+  const Input s("slots", slots, Dtypes::kInt32, place_);
+  const kvtier::StreamRef on = stream_of(stream, place_);
   const nb::gil_scoped_release release;
   sketches->store(layer, k.view(), v.view(), s.view(), on);
 }
@@ -51,12 +51,12 @@ void PagedSketches::select(int layer, nb::handle blocks, nb::handle lengths,
                            std::int64_t max_length, nb::handle query, nb::handle ids,
                            nb::handle bias, Stream stream) {
   const std::shared_ptr<kvtier::PagedSketches> sketches = open();
-  const Input table("blocks", blocks, Dtypes::kInt32, backend_);
-  const Input tokens("lengths", lengths, Dtypes::kInt32, backend_);
-  const Input q("query", query, Dtypes::kFloats, backend_);
-  const Output to_ids("ids", ids, Dtypes::kInt32, backend_);
-  const Output to_bias("bias", bias, Dtypes::kFloat32, backend_);
-  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const Input table("blocks", blocks, Dtypes::kInt32, place_);
+  const Input tokens("lengths", lengths, Dtypes::kInt32, place_);
+  const Input q("query", query, Dtypes::kFloats, place_);
+  const Output to_ids("ids", ids, Dtypes::kInt32, place_);
+  const Output to_bias("bias", bias, Dtypes::kFloat32, place_);
+  const kvtier::StreamRef on = stream_of(stream, place_);
   const nb::gil_scoped_release release;
   sketches->select(layer, {table.view(), tokens.view(), max_length}, q.view(),
                    {to_ids.view(), to_bias.view()}, on);
@@ -66,14 +66,14 @@ void PagedSketches::attend(int layer, nb::handle blocks, nb::handle lengths,
                            std::int64_t max_length, nb::handle query, nb::handle keys,
                            nb::handle values, nb::handle out, nb::handle lse, Stream stream) {
   const std::shared_ptr<kvtier::PagedSketches> sketches = open();
-  const Input table("blocks", blocks, Dtypes::kInt32, backend_);
-  const Input tokens("lengths", lengths, Dtypes::kInt32, backend_);
-  const Input q("query", query, Dtypes::kFloats, backend_);
-  const Input k("cache.keys", keys, Dtypes::kFloats, backend_);
-  const Input v("cache.values", values, Dtypes::kFloats, backend_);
-  const Output to_out("out", out, Dtypes::kFloats, backend_);
-  const Output to_lse("lse", lse, Dtypes::kFloat32, backend_);
-  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const Input table("blocks", blocks, Dtypes::kInt32, place_);
+  const Input tokens("lengths", lengths, Dtypes::kInt32, place_);
+  const Input q("query", query, Dtypes::kFloats, place_);
+  const Input k("cache.keys", keys, Dtypes::kFloats, place_);
+  const Input v("cache.values", values, Dtypes::kFloats, place_);
+  const Output to_out("out", out, Dtypes::kFloats, place_);
+  const Output to_lse("lse", lse, Dtypes::kFloat32, place_);
+  const kvtier::StreamRef on = stream_of(stream, place_);
   const nb::gil_scoped_release release;
   sketches->attend(layer, {table.view(), tokens.view(), max_length}, q.view(), {k.view(), v.view()},
                    {to_out.view(), to_lse.view()}, on);

@@ -27,7 +27,7 @@ class PagedSketches {
               Stream stream);
   [[nodiscard]] std::int64_t attended_bound(std::int64_t length) const;
   void check();
-  [[nodiscard]] kvtier::Backend backend() const noexcept { return backend_; }
+  [[nodiscard]] kvtier::Backend backend() const noexcept { return place_.backend; }
   [[nodiscard]] std::size_t device_bytes() const;
   void close();
 
@@ -37,7 +37,7 @@ class PagedSketches {
 
   Process process_;
   std::shared_ptr<kvtier::PagedSketches> sketches_;  // read and replaced with the GIL held
-  kvtier::Backend backend_ = kvtier::Backend::kCpu;
+  Place place_;
 };
 
 }  // namespace kvtier_engine

@@ -36,16 +36,16 @@ void Session::end() {
 
 void Session::append(int layer, nb::handle keys, nb::handle values, Stream stream) {
   const Use use(*this);
-  const Input k("keys", keys, Dtypes::kFloats, backend_);
-  const Input v("values", values, Dtypes::kFloats, backend_);
-  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const Input k("keys", keys, Dtypes::kFloats, place_);
+  const Input v("values", values, Dtypes::kFloats, place_);
+  const kvtier::StreamRef on = stream_of(stream, place_);
   const nb::gil_scoped_release release;
   use->append(layer, k.view(), v.view(), on);
 }
 
 void Session::reserve(std::int64_t tokens, Stream stream) {
   const Use use(*this);
-  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const kvtier::StreamRef on = stream_of(stream, place_);
   const nb::gil_scoped_release release;
   use->reserve(tokens, on);
 }
@@ -53,11 +53,11 @@ void Session::reserve(std::int64_t tokens, Stream stream) {
 void Session::select(int layer, nb::handle query, nb::handle ids, nb::handle scores,
                      nb::handle bias, Stream stream, const Options& options) {
   const Use use(*this);
-  const Input q("query", query, Dtypes::kFloats, backend_);
-  const Output to_ids("ids", ids, Dtypes::kInt32, backend_);
-  const Output to_scores("scores", scores, Dtypes::kFloat32, backend_);
-  const Output to_bias("bias", bias, Dtypes::kFloat32, backend_);
-  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const Input q("query", query, Dtypes::kFloats, place_);
+  const Output to_ids("ids", ids, Dtypes::kInt32, place_);
+  const Output to_scores("scores", scores, Dtypes::kFloat32, place_);
+  const Output to_bias("bias", bias, Dtypes::kFloat32, place_);
+  const kvtier::StreamRef on = stream_of(stream, place_);
   const nb::gil_scoped_release release;
   use->select(layer, q.view(), {to_ids.view(), to_scores.view(), to_bias.view()}, on,
               options.get());
@@ -67,14 +67,14 @@ void Session::attend(int layer, nb::handle query, nb::handle selected, nb::handl
                      nb::handle out, nb::handle lse, nb::handle ids, nb::handle missed,
                      Stream stream, const Options& options) {
   const Use use(*this);
-  const Input q("query", query, Dtypes::kFloats, backend_);
-  const Input given("selected", selected, Dtypes::kInt32, backend_);
-  const Input weights("bias", bias, Dtypes::kFloat32, backend_);
-  const Output to_out("out", out, Dtypes::kFloats, backend_);
-  const Output to_lse("lse", lse, Dtypes::kFloat32, backend_);
-  const Output to_ids("ids", ids, Dtypes::kInt32, backend_);
-  const Output to_missed("missed", missed, Dtypes::kFloat32, backend_);
-  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const Input q("query", query, Dtypes::kFloats, place_);
+  const Input given("selected", selected, Dtypes::kInt32, place_);
+  const Input weights("bias", bias, Dtypes::kFloat32, place_);
+  const Output to_out("out", out, Dtypes::kFloats, place_);
+  const Output to_lse("lse", lse, Dtypes::kFloat32, place_);
+  const Output to_ids("ids", ids, Dtypes::kInt32, place_);
+  const Output to_missed("missed", missed, Dtypes::kFloat32, place_);
+  const kvtier::StreamRef on = stream_of(stream, place_);
   const nb::gil_scoped_release release;
   use->attend(layer, {q.view(), given.view(), weights.view()},
               {to_out.view(), to_lse.view(), to_ids.view(), to_missed.view()}, on, options.get());
@@ -84,16 +84,16 @@ void Session::decode(int layer, nb::handle query, nb::handle key, nb::handle val
                      nb::handle selected, nb::handle bias, nb::handle out, nb::handle lse,
                      nb::handle ids, nb::handle missed, Stream stream, const Options& options) {
   const Use use(*this);
-  const Input q("query", query, Dtypes::kFloats, backend_);
-  const Input k("key", key, Dtypes::kFloats, backend_);
-  const Input v("value", value, Dtypes::kFloats, backend_);
-  const Input given("selected", selected, Dtypes::kInt32, backend_);
-  const Input weights("bias", bias, Dtypes::kFloat32, backend_);
-  const Output to_out("out", out, Dtypes::kFloats, backend_);
-  const Output to_lse("lse", lse, Dtypes::kFloat32, backend_);
-  const Output to_ids("ids", ids, Dtypes::kInt32, backend_);
-  const Output to_missed("missed", missed, Dtypes::kFloat32, backend_);
-  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const Input q("query", query, Dtypes::kFloats, place_);
+  const Input k("key", key, Dtypes::kFloats, place_);
+  const Input v("value", value, Dtypes::kFloats, place_);
+  const Input given("selected", selected, Dtypes::kInt32, place_);
+  const Input weights("bias", bias, Dtypes::kFloat32, place_);
+  const Output to_out("out", out, Dtypes::kFloats, place_);
+  const Output to_lse("lse", lse, Dtypes::kFloat32, place_);
+  const Output to_ids("ids", ids, Dtypes::kInt32, place_);
+  const Output to_missed("missed", missed, Dtypes::kFloat32, place_);
+  const kvtier::StreamRef on = stream_of(stream, place_);
   const nb::gil_scoped_release release;
   use->decode(layer, {q.view(), k.view(), v.view(), given.view(), weights.view()},
               {to_out.view(), to_lse.view(), to_ids.view(), to_missed.view()}, on, options.get());
@@ -101,17 +101,17 @@ void Session::decode(int layer, nb::handle query, nb::handle key, nb::handle val
 
 void Session::prefetch(int layer, nb::handle query, Stream stream, const Options& options) {
   const Use use(*this);
-  const Input q("query", query, Dtypes::kFloats, backend_);
-  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const Input q("query", query, Dtypes::kFloats, place_);
+  const kvtier::StreamRef on = stream_of(stream, place_);
   const nb::gil_scoped_release release;
   use->prefetch(layer, q.view(), on, options.get());
 }
 
 void Session::fetch(int layer, nb::handle tokens, nb::handle keys, nb::handle values) {
   const Use use(*this);
-  const Input ids("tokens", tokens, Dtypes::kInt32, backend_);
-  const Output k("keys", keys, Dtypes::kFloats, backend_);
-  const Output v("values", values, Dtypes::kFloats, backend_);
+  const Input ids("tokens", tokens, Dtypes::kInt32, place_);
+  const Output k("keys", keys, Dtypes::kFloats, place_);
+  const Output v("values", values, Dtypes::kFloats, place_);
   const nb::gil_scoped_release release;
   use->fetch(layer, ids.view(), {k.view(), v.view()});
 }
@@ -123,14 +123,14 @@ std::int64_t Session::length(std::optional<int> layer) {
 
 void Session::truncate(std::int64_t tokens, Stream stream, std::optional<int> layer) {
   const Use use(*this);
-  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const kvtier::StreamRef on = stream_of(stream, place_);
   const nb::gil_scoped_release release;
   use->truncate(tokens, on, layer);
 }
 
 std::vector<Session*> Session::fork(int count, Stream stream) {
   const Use use(*this);
-  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const kvtier::StreamRef on = stream_of(stream, place_);
   std::vector<kvtier::Session> made;
   {
     const nb::gil_scoped_release release;
@@ -138,14 +138,14 @@ std::vector<Session*> Session::fork(int count, Stream stream) {
   }
   std::vector<Session*> sessions;
   for (kvtier::Session& session : made) {
-    sessions.push_back(new Session(std::move(session), backend_));  // Python takes each
+    sessions.push_back(new Session(std::move(session), place_));  // Python takes each
   }
   return sessions;
 }
 
 void Session::publish(const std::vector<std::int32_t>& token_ids, Stream stream) {
   const Use use(*this);
-  const kvtier::StreamRef on = stream_of(stream, backend_);
+  const kvtier::StreamRef on = stream_of(stream, place_);
   const nb::gil_scoped_release release;
   use->publish(token_ids, on);
 }

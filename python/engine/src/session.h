@@ -2,6 +2,7 @@
 
 #include "kvtier/engine.h"
 
+#include "arguments.h"
 #include "config.h"
 #include "process.h"
 
@@ -24,8 +25,8 @@ using Stream = std::optional<std::uintptr_t>;
 /// in a fork of the process. Calls hold no GIL while the library works.
 class Session {
  public:
-  Session(kvtier::Session session, kvtier::Backend backend)
-      : session_(std::move(session)), backend_(backend) {}
+  Session(kvtier::Session session, const Place& place)
+      : session_(std::move(session)), place_(place) {}
   ~Session();
   Session(const Session&) = delete;  // one owner of the library's session
   Session& operator=(const Session&) = delete;
@@ -64,7 +65,7 @@ class Session {
   void advance(int layer, std::int64_t tokens);
   void close();
 
-  [[nodiscard]] kvtier::Backend backend() const noexcept { return backend_; }
+  [[nodiscard]] kvtier::Backend backend() const noexcept { return place_.backend; }
 
  private:
   /// Ends the session; in a fork of the process leaves it as it is.
@@ -72,7 +73,7 @@ class Session {
 
   Process process_;
   std::optional<kvtier::Session> session_;
-  kvtier::Backend backend_;
+  Place place_;
   std::atomic<bool> used_ = false;
 };
 

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <functional>
 #include <limits>
 #include <string>
@@ -106,8 +107,10 @@ std::vector<Case> single_problems() {
        [](Config& c) { c.memory.disk_cache_bytes = 5; }},
       {"memory.tiers: expected tiers, not null, found a null pointer",
        [](Config& c) { c.memory.tiers = {nullptr}; }},
-      {"memory.tier_deadline: expected at least 1 ms, found 0",
+      {"memory.tier_deadline: expected 1..2^31 - 1 ms, found 0",
        [](Config& c) { c.memory.tier_deadline = {}; }},
+      {"memory.tier_deadline: expected 1..2^31 - 1 ms, found 9223372036854775807",
+       [](Config& c) { c.memory.tier_deadline = std::chrono::milliseconds::max(); }},
       {"memory.placement: expected host beside tiers or a disk_cache, found device",
        [](Config& c) {
          c.memory.disk_cache = "x";

@@ -129,6 +129,19 @@ TEST_F(HostStagingTest, HoldsAnyNumberOfTensors) {
   }
 }
 
+TEST_F(HostStagingTest, ABlockWhosePinnedMemoryWasRefusedIsAllocatedAgain) {
+  Strided tensor;
+  fake_.fail_allocation(2);
+  EXPECT_ANY_THROW((void)staging_.input(*stream_, tensor.view(), 0, 4));
+  staging_.discard();
+  EXPECT_EQ(fake_.live_bytes(), 0U);
+
+  const HostStaging::Slice slice = staging_.input(*stream_, tensor.view(), 3, 1);
+  staging_.finish(*stream_);
+  const auto* data = static_cast<const float*>(slice.data);
+  EXPECT_EQ(std::vector<float>(data, data + 6), (std::vector<float>{30, 31, 32, 34, 35, 36}));
+}
+
 /// A call that ends by an error half-way leaves its tensors to the caller, who may free them.
 TEST_F(HostStagingTest, AnAbandonedCallIsForgotten) {
   auto gone = std::make_unique<Strided>();

@@ -1,55 +1,10 @@
 #include "tests/services/core/core_fixture.h"
+#include "tests/support/failing_new.h"
 
 #include <array>
-#include <cstdlib>
-#include <new>
 #include <string_view>
 
 /// Every allocation of a call failing in turn, on the thread that makes it and executes it.
-namespace {
-
-constexpr std::int64_t kAll = -1;
-thread_local std::int64_t allocations_left = kAll;
-
-void* allocate(std::size_t size) noexcept {
-  if (allocations_left == 0) {
-    allocations_left = kAll;  // the next ones succeed
-    return nullptr;
-  }
-  if (allocations_left > 0) --allocations_left;
-  return std::malloc(size > 0 ? size : 1);
-}
-
-}  // namespace
-
-// All forms but those for alignments, so that what one allocates another may free. Not inlined:
-// the compiler would see memory of `new` go to `free`.
-[[gnu::noinline]] void* operator new(std::size_t size) {
-  if (void* const memory = allocate(size)) return memory;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void* operator new[](std::size_t size) { return operator new(size); }
-[[gnu::noinline]] void* operator new(std::size_t size, const std::nothrow_t& /*tag*/) noexcept {
-  return allocate(size);
-}
-[[gnu::noinline]] void* operator new[](std::size_t size, const std::nothrow_t& /*tag*/) noexcept {
-  return allocate(size);
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete[](void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t /*size*/) noexcept {
-  std::free(memory);
-}
-[[gnu::noinline]] void operator delete[](void* memory, std::size_t /*size*/) noexcept {
-  std::free(memory);
-}
-[[gnu::noinline]] void operator delete(void* memory, const std::nothrow_t& /*tag*/) noexcept {
-  std::free(memory);
-}
-[[gnu::noinline]] void operator delete[](void* memory, const std::nothrow_t& /*tag*/) noexcept {
-  std::free(memory);
-}
-
 namespace kvtier::services::testing {
 namespace {
 
@@ -116,11 +71,11 @@ class CoreAllocationsTest : public CoreTest {
       SCOPED_TRACE("allocation " + std::to_string(survived));
       Outcome outcome;
       const Done done = outcome.listener();
-      allocations_left = survived;
+      kvtier::testing::allocations_left = survived;
       start(done);
       executor_.run_all();
-      const bool reached = allocations_left == kAll;
-      allocations_left = kAll;
+      const bool reached = kvtier::testing::allocations_left == kvtier::testing::kAllAllocations;
+      kvtier::testing::allocations_left = kvtier::testing::kAllAllocations;
       ASSERT_EQ(outcome.endings(), 1);
       if (outcome.reason().empty()) {
         undo();

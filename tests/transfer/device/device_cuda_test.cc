@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <future>
+#include <string>
 #include <vector>
 
 namespace kvtier::transfer {
@@ -142,6 +143,74 @@ TEST_P(CudaDeviceTest, AdoptsTheNullHandleAsTheLegacyStream) {
   stream_->wait(adopted->record());
 
   EXPECT_EQ(download<std::uint8_t>(target.data(), 16), std::vector<std::uint8_t>(16, 6));
+}
+
+TEST_P(CudaDeviceTest, RefusesTheStreamThatEachThreadHas) {
+  try {
+    (void)device_->adopt(StreamRef::of(cudaStreamPerThread));
+    ADD_FAILURE() << "expected an error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+    EXPECT_NE(std::string(error.what()).find("found cudaStreamPerThread"), std::string::npos)
+        << error.what();
+  }
+}
+
+TEST_P(CudaDeviceTest, AdoptsAStreamThatIsBeingCaptured) {
+  cudaStream_t external = nullptr;
+  KVTIER_CUDA_CHECK(cudaStreamCreateWithFlags(&external, cudaStreamNonBlocking));
+  KVTIER_CUDA_CHECK(cudaStreamBeginCapture(external, cudaStreamCaptureModeGlobal));
+  EXPECT_TRUE(device_->adopt(StreamRef::of(external))->capturing());
+  cudaGraph_t graph = nullptr;
+  KVTIER_CUDA_CHECK(cudaStreamEndCapture(external, &graph));
+  KVTIER_CUDA_CHECK(cudaGraphDestroy(graph));
+  KVTIER_CUDA_CHECK(cudaStreamDestroy(external));
+}
+
+/// With a second GPU, which is current in the thread until the test ends.
+class SecondGpuTest : public CudaDeviceTest {
+ protected:
+  void SetUp() override {
+    CudaDeviceTest::SetUp();
+    if (IsSkipped()) return;
+    int count = 0;
+    KVTIER_CUDA_CHECK(cudaGetDeviceCount(&count));
+    if (count < 2) GTEST_SKIP() << "expected two GPUs, found " << count;
+    other_ = device_->index() == 0 ? 1 : 0;
+    KVTIER_CUDA_CHECK(cudaSetDevice(other_));
+  }
+  void TearDown() override {
+    if (other_ >= 0) KVTIER_CUDA_CHECK(cudaSetDevice(device_->index()));
+    CudaDeviceTest::TearDown();
+  }
+  static int current() {
+    int index = -1;
+    KVTIER_CUDA_CHECK(cudaGetDevice(&index));
+    return index;
+  }
+
+  int other_ = -1;
+};
+INSTANTIATE_TEST_SUITE_P(, SecondGpuTest, ::testing::Values(Backend::kCuda), testing::backend_name);
+
+TEST_P(SecondGpuTest, RefusesAStreamOfTheOtherGpu) {
+  cudaStream_t external = nullptr;
+  KVTIER_CUDA_CHECK(cudaStreamCreate(&external));
+  expect_error(ErrorCode::kInvalidArgument, [&] { (void)device_->adopt(StreamRef::of(external)); });
+  KVTIER_CUDA_CHECK(cudaStreamDestroy(external));
+}
+
+TEST_P(SecondGpuTest, IsCurrentWhileItIsAskedFor) {
+  {
+    const CurrentDevice outer(*device_);
+    EXPECT_EQ(current(), device_->index());
+    {
+      const CurrentDevice inner(*device_);
+      EXPECT_EQ(current(), device_->index());
+    }
+    EXPECT_EQ(current(), device_->index());
+  }
+  EXPECT_EQ(current(), other_);
 }
 
 TEST_P(CudaDeviceTest, CopiesAcrossRegisteredChunks) {
