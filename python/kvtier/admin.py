@@ -68,7 +68,7 @@ class AdminClient(Closing):
             timeout=timeout,
             attempts=attempts,
         )
-        self._connection = Connection(options)
+        self._connection = Connection(options, is_admin=True)
         self._end = weakref.finalize(self, self._connection.close)
 
     def info(self) -> ServerInfo:

@@ -33,6 +33,9 @@ _LONGEST_BACKOFF = 1.0
 # What grpc's message ends with where nothing listens, before the number of the error in some releases.
 _NO_LISTENER = ("Connection refused", "No such file or directory")
 
+# What grpc says of a socket that takes connections and speaks something else.
+_NO_HTTP2 = "Failed parsing HTTP/2"
+
 
 def _check_user(user: int) -> None:
     if os.geteuid() not in (0, user) and user != 0:
@@ -106,12 +109,15 @@ class _Deadline(threading.local):
 class Connection:
     """Thread-safe."""
 
-    def __init__(self, options: ClientOptions) -> None:
+    def __init__(self, options: ClientOptions, *, is_admin: bool = False) -> None:
         if not options.timeout > 0:
             raise invalid(f"timeout: expected above 0, found {options.timeout} s")
         if options.attempts < 1:
             raise invalid(f"attempts: expected at least 1, found {options.attempts}")
+        if not all("!" <= c <= "~" for c in options.token):
+            raise invalid("token: expected printable ASCII without white space, found other characters")
         self.options = options
+        self._is_admin = is_admin
         self.metadata: Sequence[tuple[str, str]] = (
             (("authorization", f"Bearer {options.token}"),) if options.token else ()
         )
@@ -158,6 +164,9 @@ class Connection:
     def error_of(self, failure: Any) -> ClientError:
         """Returns the error of a call that grpc has raised."""
         error = error_of(failure)
+        wrong = self._wrong_socket(error)
+        if wrong:
+            return make_error(error.code, wrong, error.details)
         if error.code != ErrorCode.UNAVAILABLE or not error.message.startswith("failed to connect"):
             return error
         if not error.message.rstrip(" ()0123456789").endswith(_NO_LISTENER):
@@ -165,6 +174,19 @@ class Connection:
         server = self.options.server
         message = f"server: expected kvtier serve at {server}, found none (start it: kvtier serve)"
         return make_error(error.code, message, error.details)
+
+    def _wrong_socket(self, error: ClientError) -> str:
+        """Returns what to say where a server has another of its sockets; empty: it has not."""
+        unknown_method = error.code == ErrorCode.UNIMPLEMENTED and not error.message
+        server = self.options.server
+        if not server.startswith("unix:") or not (unknown_method or _NO_HTTP2 in error.message):
+            return ""
+        expected = "an admin socket" if self._is_admin else "a socket of clients"
+        other = server.removesuffix(".data").removesuffix(".admin")
+        if self._is_admin and not other.endswith("/kvtier.sock"):  # beside this it has its own name
+            other += ".admin"
+        hint = f": try {other}" if other != server else ""
+        return f"server: expected {expected}, found another at {server}{hint}"
 
     @contextlib.contextmanager
     def translated(self) -> Iterator[None]:

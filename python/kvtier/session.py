@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Iterator, NamedTuple, Sequence, Union
 
 import numpy as np
@@ -21,6 +22,14 @@ _CHUNK_BYTES = 1 << 20
 _CHUNK_TOKENS = 8192
 _FETCH_BYTES = 1 << 20
 SELECTION_BYTES = 2 << 20  # room for ids, scores and biases, whose number the server knows
+
+#: What leaves open whether an append was stored, or says that it may be stored already.
+_UNKNOWN_OUTCOME = (
+    ErrorCode.UNAVAILABLE,
+    ErrorCode.DEADLINE_EXCEEDED,
+    ErrorCode.CANCELLED,
+    ErrorCode.ABORTED,
+)
 
 _INT32 = np.dtype(np.int32)
 _UINT16 = np.dtype(np.uint16)
@@ -229,11 +238,7 @@ class RemoteSession(Leased):
             for first, end in _chunks_of(key, value)
         ]
         if not self._append_over_plane(name, layer, chunks):
-            connection = self._connection
-            response = connection.call_once(
-                connection.attention.Append, self._append_requests(name, layer, chunks)
-            )
-            self._lengths = list(response.layer_lengths)
+            self._append_over_grpc(name, layer, chunks)
 
     def select(
         self,
@@ -410,6 +415,27 @@ class RemoteSession(Leased):
                 raise make_error(ErrorCode.UNAVAILABLE.value, "the data plane has ended")
             self._lengths = list(response.layer_lengths)
         return True
+
+    def _append_over_grpc(
+        self, name: str, layer: int, chunks: Sequence[tuple[_Tensor, _Tensor]]
+    ) -> None:
+        connection = self._connection
+        requests = self._append_requests(name, layer, chunks)
+        try:
+            response = connection.call_once(connection.attention.Append, requests)
+        except ClientError as error:
+            if error.code not in _UNKNOWN_OUTCOME:
+                self._take_lengths_of_chunks(name)
+            raise
+        self._lengths = list(response.layer_lengths)
+
+    def _take_lengths_of_chunks(self, name: str) -> None:
+        """After a chunk that was refused: those before it are stored."""
+        connection = self._connection
+        request = session_pb2.GetSessionRequest(name=name)
+        with contextlib.suppress(ClientError):
+            response = connection.call_once(connection.sessions.GetSession, request)
+            self._lengths = list(response.session.layer_lengths)
 
     def _append_requests(
         self, name: str, layer: int, chunks: Sequence[tuple[_Tensor, _Tensor]]

@@ -104,17 +104,26 @@ nlohmann::json parse_once(const std::string& text) {
   using Event = nlohmann::json::parse_event_t;
   std::vector<std::set<std::string>> keys;
   std::string twice;
-  auto root = nlohmann::json::parse(
-      text,
-      [&](int /*depth*/, Event event, nlohmann::json& parsed) {
-        if (event == Event::object_start) keys.emplace_back();
-        if (event == Event::object_end) keys.pop_back();
-        if (event == Event::key && !keys.back().insert(parsed.get<std::string>()).second) {
-          twice = parsed.get<std::string>();
-        }
-        return true;
-      },
-      false);
+  const auto note_key = [&](int /*depth*/, Event event, nlohmann::json& parsed) {
+    if (event == Event::object_start) keys.emplace_back();
+    if (event == Event::object_end) keys.pop_back();
+    if (event == Event::key && !keys.back().insert(parsed.get<std::string>()).second) {
+      twice = parsed.get<std::string>();
+    }
+    return true;
+  };
+  nlohmann::json root;
+  try {
+    root = nlohmann::json::parse(text, note_key);
+  } catch (const nlohmann::json::parse_error& error) {
+    const std::string_view before =
+        std::string_view(text).substr(0, std::max<std::size_t>(error.byte, 1) - 1);
+    bad("expected JSON, found an error in line " +
+        std::to_string(1 + std::ranges::count(before, '\n')) + ", column " +
+        std::to_string(before.size() - (before.rfind('\n') + 1) + 1));
+  } catch (const nlohmann::json::exception&) {
+    bad("expected JSON, found a number out of range");
+  }
   if (!twice.empty()) bad("expected each key once, found " + twice + " twice");
   return root;
 }

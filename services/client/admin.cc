@@ -61,7 +61,7 @@ TenantStatus status_of(const v1::Tenant& from) {
 
 class AdminClient::Impl : public services::Connection {
  public:
-  using Connection::Connection;
+  explicit Impl(const ClientOptions& options) : Connection(options, true) {}
 };
 
 AdminClient::AdminClient(const ClientOptions& options) : impl_(std::make_unique<Impl>(options)) {}

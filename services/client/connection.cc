@@ -94,9 +94,28 @@ std::chrono::milliseconds delay_before(const grpc::Status& status, int attempt) 
   return std::chrono::milliseconds(jitter(random));
 }
 
+/// Returns what to say where a server has another of its sockets; empty: it has not.
+std::string wrong_socket(const grpc::Status& status, const std::string& server, bool is_admin) {
+  const bool unknown_method =
+      status.error_code() == grpc::StatusCode::UNIMPLEMENTED && status.error_message().empty();
+  const bool no_http2 = status.error_message().find("Failed parsing HTTP/2") != std::string::npos;
+  if (!server.starts_with("unix:") || !(unknown_method || no_http2)) return {};
+  std::string other = server;
+  for (const std::string_view suffix : {".data", ".admin"}) {
+    if (other.ends_with(suffix)) other.resize(other.size() - suffix.size());
+  }
+  // Beside this one it has its own name.
+  if (is_admin && !other.ends_with("/kvtier.sock")) other += ".admin";
+  return std::string("server: expected ") + (is_admin ? "an admin socket" : "a socket of clients") +
+         ", found another at " + server + (other == server ? "" : ": try " + other);
+}
+
 /// Says what was expected where gRPC found no server. Its own text, which only names the error of
 /// the socket, follows where there may be one: over TCP, or where the socket may not be opened.
-grpc::Status explained(const grpc::Status& status, const std::string& server) {
+grpc::Status explained(const grpc::Status& status, const std::string& server, bool is_admin) {
+  if (const std::string wrong = wrong_socket(status, server, is_admin); !wrong.empty()) {
+    return {status.error_code(), wrong, status.error_details()};
+  }
   const std::string& found = status.error_message();
   const bool unreached = status.error_code() == grpc::StatusCode::UNAVAILABLE &&
                          found.starts_with("failed to connect");
@@ -118,6 +137,9 @@ const ClientOptions& checked(const ClientOptions& options) {
   if (options.attempts < 1) {
     bad("attempts: expected at least 1, found ", options.attempts);
   }
+  if (!std::ranges::all_of(options.token, [](char c) { return c >= '!' && c <= '~'; })) {
+    bad("token: expected printable ASCII without white space, found other characters");
+  }
   if (options.page_streams < 0 || options.page_streams > kMaxPageStreams) {
     bad("page_streams: expected 0 to ", kMaxPageStreams, ", found ", options.page_streams);
   }
@@ -126,8 +148,11 @@ const ClientOptions& checked(const ClientOptions& options) {
 
 }  // namespace
 
-Connection::Connection(const ClientOptions& options)
-    : options_(checked(options)), credentials_(credentials_of(options)), channel_(make_channel()) {}
+Connection::Connection(const ClientOptions& options, bool is_admin)
+    : options_(checked(options)),
+      is_admin_(is_admin),
+      credentials_(credentials_of(options)),
+      channel_(make_channel()) {}
 
 std::shared_ptr<grpc::Channel> Connection::make_channel() const {
   keep_grpc();
@@ -187,7 +212,7 @@ void Connection::retry(const std::function<grpc::Status()>& attempt) const {
     if (status.ok()) return;
     const std::chrono::milliseconds delay = delay_before(status, i);
     if (delay.count() < 0 || i + 1 >= options_.attempts) {
-      throw_status(explained(status, options_.server));
+      throw_status(explained(status, options_.server, is_admin_));
     }
     std::this_thread::sleep_for(delay);
   }
@@ -197,7 +222,7 @@ void Connection::call_once(const std::function<grpc::Status(grpc::ClientContext&
   check_process();
   grpc::ClientContext context;
   prepare(context);
-  throw_status(explained(attempt(context), options_.server));
+  throw_status(explained(attempt(context), options_.server, is_admin_));
 }
 
 void throw_status(const grpc::Status& status) {

@@ -33,7 +33,7 @@ inline constexpr std::chrono::seconds kCloseTime{1};
 class Connection {
  public:
   /// Throws `kInvalidArgument`.
-  explicit Connection(const ClientOptions& options);
+  explicit Connection(const ClientOptions& options, bool is_admin = false);
 
   [[nodiscard]] const ClientOptions& options() const noexcept { return options_; }
   /// Whether this process is a fork of the one that made the connection: its sockets are those of
@@ -96,6 +96,7 @@ class Connection {
 
   const pid_t process_ = ::getpid();
   const ClientOptions options_;
+  const bool is_admin_;  ///< For AdminService: errors name the socket that has it.
   const std::shared_ptr<grpc::ChannelCredentials> credentials_;
   const std::shared_ptr<grpc::Channel> channel_;
   std::mutex more_mutex_;

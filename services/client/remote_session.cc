@@ -11,6 +11,12 @@ namespace {
 
 constexpr std::int64_t kChunkBytes = std::int64_t{1} << 20;
 
+/// Whether an error leaves open that an append was stored, or says that it may be stored already.
+bool is_open(ErrorCode code) {
+  return code == ErrorCode::kUnavailable || code == ErrorCode::kDeadlineExceeded ||
+         code == ErrorCode::kCancelled || code == ErrorCode::kAborted;
+}
+
 }  // namespace
 
 void RemoteSession::Impl::append(int layer, const TensorView& keys, const TensorView& values) {
@@ -23,7 +29,7 @@ void RemoteSession::Impl::append(int layer, const TensorView& keys, const Tensor
   const std::int64_t chunk = chunk_tokens(keys, values);
   v1::AppendResponse response;
   if (append_over_plane(layer, keys, values, chunk)) return;
-  client_->connection.call_once([&](grpc::ClientContext& context) {
+  const auto attempt = [&](grpc::ClientContext& context) {
     const auto stream = steps_.stub().Append(&context, &response);
     for (std::int64_t first = 0; first < tokens || first == 0; first += chunk) {
       v1::AppendRequest request;
@@ -39,7 +45,23 @@ void RemoteSession::Impl::append(int layer, const TensorView& keys, const Tensor
       take_lengths(response);
     }
     return status;
-  });
+  };
+  try {
+    client_->connection.call_once(attempt);
+  } catch (const ClientError& error) {
+    if (!is_open(error.code())) take_lengths_of_chunks();
+    throw;
+  }
+}
+
+void RemoteSession::Impl::take_lengths_of_chunks() {
+  try {
+    take_lengths(
+        client_->connection.call_once<v1::GetSessionResponse>(named<v1::GetSessionRequest>())
+            .session());
+  } catch (const ClientError&) {
+    // The caller hears of the append.
+  }
 }
 
 void RemoteSession::Impl::decode(const DecodeItem& item) {

@@ -141,6 +141,8 @@ class RemoteSession::Impl {
   /// Returns false when nothing was sent.
   bool append_over_plane(int layer, const TensorView& keys, const TensorView& values,
                          std::int64_t chunk);
+  /// After a chunk that was refused: those before it are stored.
+  void take_lengths_of_chunks();
   [[nodiscard]] std::int64_t chunk_tokens(const TensorView& keys, const TensorView& values) const;
   void decode_over_grpc(const v1::DecodeRequest& request, v1::DecodeResponse& response);
   /// The server refuses a layer that is none; it needs no position for that.

@@ -76,10 +76,11 @@ inline constexpr int kExitUsage = 2;
 [[nodiscard]] inline std::optional<int> parse_arguments(CLI::App& app,
                                                         std::vector<std::string> arguments,
                                                         const Console& console) {
-  expect_numbers(app);
+  expect_values(app);
   try {
     std::reverse(arguments.begin(), arguments.end());  // CLI11 takes the last one first
     app.parse(std::move(arguments));
+    check_environment(app);
   } catch (const CLI::Success& wanted) {
     return app.exit(wanted, console.out, console.err);
   } catch (const CLI::ParseError& error) {

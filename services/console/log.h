@@ -49,6 +49,7 @@ class Log {
   void set_level(std::optional<LogLevel> level);
   /// For `Config::log`; must not outlive this.
   [[nodiscard]] std::function<void(LogLevel, std::string_view)> library();
+  [[nodiscard]] LogFormat format() const noexcept { return format_; }
   [[nodiscard]] std::uint64_t num_dropped() const noexcept { return dropped_; }
 
  private:

@@ -2,12 +2,15 @@
 
 #include "kvtier/config.h"
 
+#include "services/console/enum_names.h"
+
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
 #include <cstdint>
+#include <cstdlib>
 #include <initializer_list>
 #include <sstream>
 #include <string>
@@ -122,9 +125,20 @@ CLI::Option* add_bytes(CLI::App& app, const std::string& flag, Number& to,
           ""));
 }
 
-/// Makes all options of numbers, those of subcommands too, say what they expect.
-inline void expect_numbers(CLI::App& app) {
+/// Refuses an empty value, which would read as "not given". Before all other checks.
+[[nodiscard]] inline CLI::Validator not_empty() {
+  return CLI::Validator(
+      [](std::string& text) {
+        return text.empty() ? "expected a value, found an empty one" : std::string();
+      },
+      "");
+}
+
+/// Makes all options, those of subcommands too, refuse empty values, and those of numbers say what
+/// they expect.
+inline void expect_values(CLI::App& app) {
   for (CLI::Option* option : app.get_options()) {
+    if (option->get_items_expected_max() > 0) option->transform(not_empty());
     const std::string type = option->get_type_name();
     if (type.starts_with("INT")) {
       option->check(number_expected<std::int64_t>("a whole number"));
@@ -135,7 +149,7 @@ inline void expect_numbers(CLI::App& app) {
     }
   }
   for (CLI::App* command : app.get_subcommands([](CLI::App*) { return true; })) {
-    expect_numbers(*command);
+    expect_values(*command);
   }
 }
 
@@ -188,16 +202,16 @@ inline constexpr const char* kRuleText =
     "Which tokens are taken by their scores (default: priority with norm_aware, else top_k)";
 inline constexpr const char* kCodeText =
     "How bits are made from a key (default: scalar with norm_aware, else sign)";
+inline constexpr const char* kErrorTargetText =
+    "Of priority: the standard error of the softmax denominator that is aimed at, with no more "
+    "rows than --sparsity or --k; 0: none";
 inline constexpr const char* kBitsText =
     "Bits of a key of norm_aware (default 256, or the next multiple of head_dim)";
 
 /// Adds the options of the priority rule, of a structure with fields as in `RetrievalConfig`.
 template <typename Options>
 void add_priority(CLI::App& app, Options& options) {
-  app.add_option("--error-target", options.error_target,
-                 "Of priority: the standard error of the softmax denominator that is aimed at; 0: "
-                 "none")
-      ->capture_default_str();
+  app.add_option("--error-target", options.error_target, kErrorTargetText)->capture_default_str();
   CLI::Option* coarse_bits =
       app.add_option("--coarse-bits", options.coarse_bits,
                      "Of priority over a scalar code: bits of a coordinate that are read of every "
@@ -217,7 +231,13 @@ inline void check_estimator_options(const CLI::App& app, const std::vector<Estim
     const CLI::Option* const given = app.get_option_no_throw(option);
     const auto reads = [&](Estimator each) { return std::ranges::count(readers, each) > 0; };
     if (given == nullptr || given->count() == 0 || std::ranges::any_of(estimators, reads)) return;
-    throw CLI::RequiresError(option, std::string("--estimator ") + names);
+    std::string found;
+    for (const auto& [name, value] : kEstimatorNames) {
+      if (std::ranges::count(estimators, value) == 0) continue;
+      found += (found.empty() ? "" : ", ") + std::string(name);
+    }
+    throw CLI::ValidationError(std::string("expected --estimator ") + names + " with " + option +
+                               ", found " + found);
   };
   constexpr Estimator kSoft = Estimator::kSoftCollision;
   constexpr Estimator kHard = Estimator::kHardCollision;
@@ -237,13 +257,25 @@ inline CLI::Option* with_environment(CLI::Option* option) {
   return option->envname(name);
 }
 
-/// Refuses text of no characters, or with white space or control characters.
+/// Refuses variables of `with_environment` that are set and empty, of a program and the commands
+/// that were parsed: CLI11 takes them for ones that are not set.
+inline void check_environment(const CLI::App& app) {
+  for (const CLI::Option* option : app.get_options()) {
+    const std::string name = option->get_envname();
+    const char* const value = name.empty() ? nullptr : std::getenv(name.c_str());
+    if (value != nullptr && *value == '\0') {
+      throw CLI::ValidationError(name, "expected a value, found an empty one");
+    }
+  }
+  for (const CLI::App* command : app.get_subcommands()) check_environment(*command);
+}
+
+/// Refuses text with white space or control characters.
 [[nodiscard]] inline CLI::Validator word() {
   return CLI::Validator(
       [](std::string& text) {
-        const bool fine = !text.empty() && std::ranges::all_of(text, [](unsigned char c) {
-          return c > 0x20 && c != 0x7F;
-        });
+        const bool fine =
+            std::ranges::all_of(text, [](unsigned char c) { return c > 0x20 && c != 0x7F; });
         return fine ? std::string() : "expected text without white space, found \"" + text + '"';
       },
       "TEXT");

@@ -31,12 +31,22 @@ void check_not_empty(std::int64_t length) {
                      "layer: expected stored tokens, found none");
 }
 
+/// Refuses tokens that are not the layer's next, and those beyond the session's capacity.
 template <typename Request>
-void check_position(const Request& request, std::int64_t length) {
+void check_place(const SessionEntry& entry, const Request& request, std::int64_t length,
+                 std::int64_t tokens) {
   if (request.has_position() && request.position() != length) {
     throw ServiceError(Code::kAborted, "POSITION_MISMATCH",
                        "position: expected the layer's length, " + std::to_string(length) +
                            ", found " + std::to_string(request.position()));
+  }
+  if (tokens > entry.capacity_tokens - length) {
+    throw ServiceError(Code::kResourceExhausted, "SESSION_FULL",
+                       "layer " + std::to_string(request.layer()) + ": expected at most " +
+                           std::to_string(entry.capacity_tokens) +
+                           " tokens, the session's capacity_tokens (at most "
+                           "--max-session-tokens), found " +
+                           std::to_string(length) + " and " + std::to_string(tokens) + " more");
   }
 }
 
@@ -331,7 +341,7 @@ void execute(SessionEntry& entry, const v1::AppendRequest& request, ReplyBudget&
   const int layer = checked_layer(entry, request.layer());
   UsedRegions regions(entry.tenant.regions());
   const KeyValue tensors = key_value_of(entry, request, regions);
-  check_position(request, entry.session->length(layer));
+  check_place(entry, request, entry.session->length(layer), tensors.key.shape[0]);
   response.mutable_layer_lengths()->Resize(model_of(entry).layers, 0);
   Charge charge(entry, tensors.key.shape[0]);
   entry.session->append(layer, tensors.key, tensors.value);
@@ -412,8 +422,8 @@ std::unique_ptr<CallInPieces> execute(SessionEntry& entry, const v1::DecodeReque
   if (request.has_selected()) inputs.selected = view_of(request.selected(), "selected");
   if (request.has_bias()) inputs.bias = view_of(request.bias(), "bias");
   const std::int64_t length = entry.session->length(layer);
-  check_position(request, length);
   const std::int64_t tokens = call->tensors.key.shape[0];
+  check_place(entry, request, length, tokens);
   call->charge.emplace(entry, tokens);
   call->outputs = make_outputs(request, inputs.query, budget, response, call->regions());
   call->divide(inputs.query.shape[0], length + tokens);

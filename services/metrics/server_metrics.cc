@@ -22,23 +22,15 @@ std::string tenant_label(const Tenant& tenant) {
 
 std::string_view rejection_of(std::string_view reason) {
   static const std::map<std::string_view, std::string_view> reasons = {
-      {"QUOTA_EXCEEDED", "quota"},
-      {"OVERLOADED", "overload"},
-      {"TENANT_OVERLOADED", "overload"},
-      {"QUEUE_FULL", "overload"},
-      {"QUEUE_TIMEOUT", "overload"},
-      {"OUT_OF_MEMORY", "overload"},
-      {"DRAINING", "draining"},
-      {"CACHE_FULL", "limit"},
-      {"TOO_MANY_MODELS", "limit"},
-      {"TOO_MANY_SESSIONS", "limit"},
-      {"SESSION_MEMORY_FULL", "limit"},
-      {"TOO_MANY_REQUESTS", "limit"},
-      {"TOO_MANY_LEASES", "limit"},
-      {"TOO_MANY_ATTACHMENTS", "limit"},
-      {"TOO_MANY_REGIONS", "limit"},
-      {"PAGES_FULL", "limit"},
-      {"TIERS_BUSY", "limit"}};
+      {"QUOTA_EXCEEDED", "quota"},       {"OVERLOADED", "overload"},
+      {"TENANT_OVERLOADED", "overload"}, {"QUEUE_FULL", "overload"},
+      {"QUEUE_TIMEOUT", "overload"},     {"OUT_OF_MEMORY", "overload"},
+      {"DRAINING", "draining"},          {"CACHE_FULL", "limit"},
+      {"SESSION_FULL", "limit"},         {"TOO_MANY_MODELS", "limit"},
+      {"TOO_MANY_SESSIONS", "limit"},    {"SESSION_MEMORY_FULL", "limit"},
+      {"TOO_MANY_REQUESTS", "limit"},    {"TOO_MANY_LEASES", "limit"},
+      {"TOO_MANY_ATTACHMENTS", "limit"}, {"TOO_MANY_REGIONS", "limit"},
+      {"PAGES_FULL", "limit"},           {"TIERS_BUSY", "limit"}};
   const auto it = reasons.find(reason);
   return it == reasons.end() ? std::string_view() : it->second;
 }

@@ -1,5 +1,7 @@
 #include "services/program/cli.h"
 
+#include "kvtier/error.h"
+
 #include "services/console/command_line.h"
 #include "services/console/log.h"
 #include "services/console/options.h"
@@ -19,6 +21,12 @@ namespace kvtier::services {
 namespace {
 
 constexpr const char* kVersion = "kvtier " KVTIER_VERSION;
+
+/// Returns `code` once all output is written. Throws `kUnavailable` where it cannot be.
+int written(int code, const Console& console) {
+  if (console.out.flush()) return code;
+  throw Error(ErrorCode::kUnavailable, "standard output: cannot be written");
+}
 
 int run_program(std::vector<std::string> arguments, const Console& console) {
   CLI::App app("kvtier: long-context KV cache off the GPU", "kvtier");
@@ -46,18 +54,22 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
   add_plan(app, plan_command);
   ManualCommand manual_command;
   add_manual(app, manual_command);
-  if (const auto code = parse_command_line(app, std::move(arguments), console)) return *code;
+  if (const auto code = parse_command_line(app, std::move(arguments), console)) {
+    return written(*code, console);
+  }
   Log log(console.err, log_level, log_format == "json" ? LogFormat::kJson : LogFormat::kText);
   replay_command.options.log = log.library();
-  if (app.got_subcommand("stress")) return run_stress(stress_command, console, log.library());
+  // Its addresses on standard output are no result: it serves without a reader of them.
   if (app.got_subcommand("serve")) return run_serve(serve_command, console, log);
+  int code = 0;
+  if (app.got_subcommand("stress")) code = run_stress(stress_command, console, log.library());
   if (app.got_subcommand("completion")) run_completion(app, manual_command, console);
   if (app.got_subcommand("man")) run_man(app, manual_command, kVersion, console);
   if (app.got_subcommand("calibrate")) run_calibrate(std::move(calibrate_command), console);
-  if (app.got_subcommand("plan")) return run_plan(plan_command, console);
+  if (app.got_subcommand("plan")) code = run_plan(plan_command, console);
   if (app.got_subcommand("top")) run_top(top_command, console);
   if (app.got_subcommand("replay")) run_replay(replay_command, console);
-  return 0;
+  return written(code, console);
 }
 
 }  // namespace

@@ -20,6 +20,7 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <set>
 #include <sstream>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -53,6 +54,68 @@ std::string read_text(const std::string& option, const std::string& path) {
   return text.str();
 }
 
+/// Where `text` begins with a value that `read_config` reads as it is written: text in quotes, a
+/// number, true or false. Returns what is wrong with the rest of the line; empty: nothing.
+std::string value_problem(const std::string& text) {
+  std::size_t end = 0;
+  if (text.starts_with('"') || text.starts_with('\'')) {
+    const std::size_t quote = text.find(text[0], 1);
+    if (quote == std::string::npos) return "expected a quote at the end, found " + text;
+    const std::string_view quoted = std::string_view(text).substr(1, quote - 1);
+    if (quoted.find_first_of("#\\") != std::string_view::npos) {
+      return "expected text without # and \\, found " + text;
+    }
+    end = quote + 1;
+  } else {
+    end = std::min(text.find_first_of(" \t#"), text.size());
+    const std::string word = text.substr(0, end);
+    double number = 0;
+    if (word != "true" && word != "false" && !read_number(word, number)) {
+      return "expected text in quotes, a number, true or false, found " + text;
+    }
+  }
+  const std::size_t rest = text.find_first_not_of(" \t\r", end);
+  if (rest == std::string::npos || text[rest] == '#') return {};
+  return "expected one value, found " + text;
+}
+
+/// Refuses lines that CLI11 would skip or read as something else, and keys that stand twice. Lists
+/// over several lines are left to it.
+void check_lines(const std::string& path, const std::string& text) {
+  const auto refuse = [&path](int number, const std::string& what) {
+    throw CLI::ValidationError("--config", path + ":" + std::to_string(number) + ": " + what);
+  };
+  std::istringstream lines(text);
+  std::set<std::string> keys;
+  std::string list;  // The key of one that has not ended.
+  int number = 0, list_begin = 0;
+  for (std::string line; std::getline(lines, line);) {
+    ++number;
+    CLI::detail::trim(line);
+    const bool ends_list = line.find(']') != std::string::npos;
+    if (!list.empty()) {
+      if (ends_list) list.clear();
+      continue;
+    }
+    if (line.empty() || line[0] == '#') continue;
+    if (line[0] == '[' && ends_list) continue;  // a section, whose options are refused
+    const std::size_t equals = line.find('=');
+    if (equals == std::string::npos) refuse(number, "expected KEY = VALUE, found " + line);
+    const std::string key = CLI::detail::trim_copy(line.substr(0, equals));
+    const std::string value = CLI::detail::trim_copy(line.substr(equals + 1));
+    if (!keys.insert(key).second) refuse(number, key + ": expected it once, found it twice");
+    if (value.empty() || value[0] == '#') refuse(number, key + ": expected a value, found none");
+    if (value[0] != '[') {
+      const std::string problem = value_problem(value);
+      if (!problem.empty()) refuse(number, key + ": " + problem);
+    } else if (!ends_list) {
+      list = key;
+      list_begin = number;
+    }
+  }
+  if (!list.empty()) refuse(list_begin, list + ": expected ] behind a list, found none");
+}
+
 /// Takes from the file what neither a flag nor the environment gives. Unknown keys are errors.
 void read_config(CLI::App& app, const std::string& path) {
   std::string text;
@@ -61,6 +124,7 @@ void read_config(CLI::App& app, const std::string& path) {
   } catch (const Error& error) {
     throw CLI::ValidationError(error.what());
   }
+  check_lines(path, text);
   std::istringstream in(text);
   for (const CLI::ConfigItem& item : CLI::ConfigTOML().from_config(in)) {
     if (item.name == "++" || item.name == "--") continue;  // where a section begins and ends
@@ -200,6 +264,23 @@ void warn_of_host_memory(std::size_t wanted, Log& log) {
                         std::to_string(wanted / MiB) + "; sessions may be refused"});
 }
 
+/// Warns of more pages on a disk than it has room for.
+void warn_of_disk_space(const ServeCommand& command, Log& log) {
+  if (command.disk_cache.empty()) return;
+  std::error_code error;
+  std::filesystem::path folder = std::filesystem::absolute(command.disk_cache, error);
+  while (folder.has_relative_path() && !std::filesystem::exists(folder, error)) {
+    folder = folder.parent_path();
+  }
+  const std::uintmax_t available = std::filesystem::space(folder, error).available / MiB;
+  if (error || static_cast<std::uintmax_t>(command.disk_capacity_mib) <= available) return;
+  log.write({.level = LogLevel::kWarning,
+             .event = "disk_space",
+             .message = "disk-capacity-mib: expected at most the " + std::to_string(available) +
+                        " available in " + folder.string() + ", found " +
+                        std::to_string(command.disk_capacity_mib) + "; sessions may be refused"});
+}
+
 /// Warns of files {option, path} with a key or a password that others than their owner and its
 /// group may read or write. An empty path is none.
 void warn_of_open_secrets(const std::vector<std::pair<std::string, std::string>>& files, Log& log) {
@@ -211,6 +292,16 @@ void warn_of_open_secrets(const std::vector<std::pair<std::string, std::string>>
                .event = "open_secret",
                .message = option + ": expected a file that others cannot read or write, found " +
                           "one that they can; chmod o-rw"});
+  }
+}
+
+/// Errors of what is in the file name it.
+std::vector<TenantConfig> read_tenants(const std::string& path) {
+  const std::string text = read_text("tenants", path);
+  try {
+    return parse_tenants(text);
+  } catch (const Error& error) {
+    throw Error(error.code(), path + ": " + error.what());
   }
 }
 
@@ -251,7 +342,7 @@ ServerOptions server_options(const ServeCommand& command) {
 
   ServiceCoreOptions& core = options.core;
   if (!command.tenants_file.empty()) {
-    core.tenants = parse_tenants(read_text("tenants", command.tenants_file));
+    core.tenants = read_tenants(command.tenants_file);
   }
   core.max_sessions = static_cast<std::size_t>(command.max_sessions);
   core.default_limits.max_sessions = command.max_sessions;
@@ -369,10 +460,7 @@ void add_serve(CLI::App& program, ServeCommand& command) {
              "Pages of keys and values, of each engine");
   add("--disk-cache", command.disk_cache,
       "Folder for pages that find no room in host memory; made where it is missing, with those "
-      "above it, and emptied at the start (default: none)")
-      ->check([](const std::string& text) {
-        return text.empty() ? std::string("expected a folder, found nothing") : std::string();
-      });
+      "above it, and emptied at the start (default: none)");
   add_number("--disk-capacity-mib", command.disk_capacity_mib, 64, 1 << 28,
              "Pages in that folder, of each engine");
   add_remote_tiers(*app, command);
@@ -430,12 +518,11 @@ int run_serve(const ServeCommand& command, const Console& console, Log& log) {
                         {"page-key-file", command.page_key_file}},
                        log);
   warn_of_host_memory(options.core.models.memory.host_bytes, log);
+  warn_of_disk_space(command, log);
   ServingOptions serving{.drain = milliseconds(command.drain_seconds),
                          .has_tls = !command.tls_certificate.empty()};
   if (!command.tenants_file.empty()) {
-    serving.read_tenants = [path = command.tenants_file] {
-      return parse_tenants(read_text("tenants", path));
-    };
+    serving.read_tenants = [path = command.tenants_file] { return read_tenants(path); };
   }
   if (wants_worker(command)) {
     check_addresses(options);

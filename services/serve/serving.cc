@@ -106,18 +106,22 @@ void Serving::start() {
   const std::vector<Endpoint> admin = options.admin;
   server_ = std::make_unique<Server>(std::move(options));
   if (options_.worker.restarts == 0) {
-    for (const Endpoint& endpoint : server_->endpoints()) {
-      console_.out << "listening on " << endpoint.text() << std::endl;
-    }
-    if (const auto metrics = server_->metrics_endpoint()) {
-      console_.out << "metrics on " << metrics->text() << std::endl;
-    }
-    for (const Endpoint& endpoint : admin) {
-      console_.out << "admin on " << endpoint.text() << std::endl;
-    }
+    for (const Endpoint& endpoint : server_->endpoints()) tell_address("listening", endpoint);
+    if (const auto metrics = server_->metrics_endpoint()) tell_address("metrics", *metrics);
+    for (const Endpoint& endpoint : admin) tell_address("admin", endpoint);
   }
   notify_ready(loop_);
   log_.write({.event = "serving", .message = "serving"});
+}
+
+/// Standard output has lines as the log has them: programs may read both as one.
+void Serving::tell_address(const std::string& event, const Endpoint& endpoint) {
+  const std::string message = event + " on " + endpoint.text();
+  if (log_.format() == LogFormat::kText) {
+    console_.out << message << std::endl;
+  } else {
+    Log(console_.out, "info", LogFormat::kJson).write({.event = event, .message = message});
+  }
 }
 
 void Serving::await_signal() {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace kvtier::services {
@@ -43,26 +44,41 @@ void add_page_tiers(CLI::App& app, ServeCommand& command) {
   const auto add = [&app](const char* flag, auto& to, const char* description) {
     return with_environment(app.add_option(flag, to, description));
   };
-  const CLI::Validator path(
-      [](const std::string& text) {
-        return text.empty() ? std::string("expected a path, found nothing") : std::string();
-      },
-      "PATH");
   add("--page-folder", command.page_folder,
-      "Folder that keeps the page cache's pages over a restart, sealed (default: none)")
-      ->check(path);
+      "Folder that keeps the page cache's pages over a restart, sealed (default: none)");
   add("--page-folder-mib", command.page_folder_mib, "Pages of one tenant in that folder")
       ->check(between(64, 1 << 28))
       ->capture_default_str();
   add("--page-key-file", command.page_key_file,
-      "Secret that seals them there and on servers, 16 to 4096 bytes")
-      ->check(path);
+      "Secret that seals them there and on servers, 16 to 4096 bytes");
   with_environment(app.add_flag("--page-wait-for-disk", command.page_wait_for_disk,
                                 "Answer commits of pages when the disk has them, synced"));
   with_environment(
       app.add_flag("--page-remote", command.page_remote,
                    "Share the page cache's pages over the servers of --memcached and --redis"));
 }
+
+namespace {
+
+/// Makes tiers; what is wrong with an address names the options that have addresses.
+std::vector<std::shared_ptr<PageTier>> make_tiers(const RemoteTiersConfig& config) {
+  try {
+    return make_remote_tiers(config);
+  } catch (const Error& error) {
+    constexpr std::string_view kAnyTier = "remote tier: ";
+    const std::string_view text = error.what();
+    if (!text.starts_with(kAnyTier)) throw;
+    std::string options;
+    for (const auto& [option, given] : {std::pair("memcached", !config.memcached.empty()),
+                                        {"redis", !config.redis.empty()},
+                                        {"redis-sentinels", !config.redis_sentinels.empty()}}) {
+      if (given) options += (options.empty() ? "" : ", ") + std::string(option);
+    }
+    throw Error(error.code(), options + ": " + std::string(text.substr(kAnyTier.size())));
+  }
+}
+
+}  // namespace
 
 std::vector<std::shared_ptr<PageTier>> remote_tiers(const ServeCommand& command) {
   RemoteTiersConfig config = command.remote;
@@ -72,7 +88,7 @@ std::vector<std::shared_ptr<PageTier>> remote_tiers(const ServeCommand& command)
     throw_invalid("memcached, redis",
                   "a disk-cache or page-remote, of whose pages they keep copies", "none");
   }
-  return make_remote_tiers(config);  // none of no servers; throws for their options without one
+  return make_tiers(config);  // none of no servers; throws for their options without one
 }
 
 MakeBacking page_backing(const ServeCommand& command) {
@@ -101,7 +117,7 @@ MakeBacking page_backing(const ServeCommand& command) {
     options.make_remote = [config](const std::string& owner) {
       RemoteTiersConfig own = config;
       own.owner = owner;
-      return make_remote_tiers(own);
+      return make_tiers(own);
     };
     (void)options.make_remote("check");  // options that are no use, at the start
   }

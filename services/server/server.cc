@@ -67,7 +67,8 @@ void check_tcp(const ServerOptions& options, const Endpoint& endpoint) {
   throw Error(ErrorCode::kInvalidArgument,
               endpoint.text() +
                   ": expected TLS certificate, key and client CA for TCP, or --insecure-tcp with a "
-                  "loopback address, found neither");
+                  "loopback address, found " +
+                  (options.insecure_tcp ? "--insecure-tcp with another address" : "neither"));
 }
 
 void set_limits(grpc::ServerBuilder& builder, const ServerOptions& options,

@@ -45,6 +45,28 @@ class AdminTest(unittest.TestCase):
         self.assertGreater(info.epoch, 0)
         self.assertIn("\nkvtier_sessions", self.admin.metrics())
 
+    def test_another_socket_of_the_server_is_named(self) -> None:
+        server = Server()
+        self.addCleanup(server.close)
+        address = server.address
+        for wrong in (address + ".admin", address + ".data"):
+            with kvtier.Client(wrong, attempts=1) as client:
+                with self.assertRaises(kvtier.ClientError) as caught:
+                    client.open(MODEL)
+            self.assertEqual(
+                caught.exception.message,
+                f"server: expected a socket of clients, found another at {wrong}: try {address}",
+            )
+        for wrong in (address, address + ".data"):
+            with kvtier.AdminClient(wrong, attempts=1) as admin:
+                with self.assertRaises(kvtier.ClientError) as caught:
+                    admin.info()
+            self.assertEqual(
+                caught.exception.message,
+                f"server: expected an admin socket, found another at {wrong}: "
+                f"try {address}.admin",
+            )
+
     def test_work_of_clients_is_counted(self) -> None:
         rows = np.ones((10, 1, 64), np.float32)
         with self.client.open(MODEL) as session:

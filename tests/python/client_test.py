@@ -115,6 +115,40 @@ class SessionTest(ServerTest):
             out, dense_attention(query, case.keys, case.values)[0], atol=TOLERANCE["float32"]
         )
 
+    def test_chunks_before_one_that_fails_stay_and_count(self) -> None:
+        case = Case(5000)  # chunks of 2,048 tokens
+        wrong = case.keys.copy()
+        wrong[2999, 0, 0] = np.nan
+        with self.assertRaisesRegex(kvtier.InvalidArgumentError, "NaN|finite|nan"):
+            self.session.append(0, wrong, case.values)
+        stored = self.session.length(0)
+        self.assertGreater(stored, 0)
+        self.assertLess(stored, 2999)
+        self.session.refresh()
+        self.assertEqual(self.session.length(0), stored)
+        self.session.append(0, case.keys[stored:], case.values[stored:])
+        query = case.query(2)
+        out, _ = self.session.attend(0, query, DENSE)
+        np.testing.assert_allclose(
+            out, dense_attention(query, case.keys, case.values)[0], atol=TOLERANCE["float32"]
+        )
+
+    def test_a_full_session_says_so(self) -> None:
+        case = Case(65)
+        with self.client.open(MODEL, RETRIEVAL, capacity_tokens=64) as session:
+            session.append(0, case.keys[:63], case.values[:63])
+            for call in (
+                lambda: session.append(0, case.keys[63:], case.values[63:]),
+                lambda: session.decode(0, case.query(2), case.keys[63:], case.values[63:]),
+            ):
+                with self.assertRaises(kvtier.ResourceExhaustedError) as caught:
+                    call()
+                self.assertEqual(caught.exception.reason, "SESSION_FULL")
+                self.assertIsNone(caught.exception.details.retry_delay)
+                self.assertRegex(caught.exception.message, "capacity_tokens.*--max-session-tokens")
+            self.assertEqual(session.length(0), 63)
+            session.append(0, case.keys[63:64], case.values[63:64])
+
     def test_views_that_are_not_dense_are_taken(self) -> None:
         case = Case(20)
         self.session.append(0, case.keys[::2], case.values[::2])

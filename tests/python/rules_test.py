@@ -159,6 +159,14 @@ class RulesTest(unittest.TestCase):
                             "(start it: kvtier serve)",
                         )
 
+    def test_tokens_that_no_header_takes_are_refused(self) -> None:
+        for token in ("x\n", "a b", "\u00e9", "\x7f"):
+            with self.subTest(token), self.assertRaisesRegex(
+                kvtier.InvalidArgumentError,
+                "token: expected printable ASCII without white space, found other characters",
+            ):
+                kvtier.Client("unix:/x", token=token)
+
     def test_attempts_are_bounded(self) -> None:
         session = self.open(attempts=2)
         self.fake.refusals = [(grpc.StatusCode.UNAVAILABLE, ())] * 5

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <iomanip>
 #include <system_error>
+#include <vector>
 
 namespace kvtier::services {
 namespace {
@@ -38,16 +39,33 @@ void write_line(std::ostream& out, const CalibrationEntry& entry) {
   out << '\n' << std::flush;
 }
 
-/// Makes the folder of a file.
-void make_folder(const std::filesystem::path& file) {
-  if (!file.has_parent_path()) return;
-  std::error_code error;
-  std::filesystem::create_directories(file.parent_path(), error);
-  if (error) {
-    throw_error(ErrorCode::kUnavailable, file.parent_path().string(),
+/// The folder of a file, made where it is missing. What it has made goes again, unless it is kept.
+class OutputFolder {
+ public:
+  explicit OutputFolder(const std::filesystem::path& file) {
+    const std::filesystem::path folder = file.parent_path();
+    std::error_code error;
+    for (auto at = folder; !at.empty() && !exists(at, error); at = at.parent_path()) {
+      made_.push_back(at);
+    }
+    if (folder.empty() || create_directories(folder, error) || !error) return;
+    remove();
+    throw_error(ErrorCode::kUnavailable, folder.string(),
                 ": expected a folder that can be made, found: ", error.message());
   }
-}
+  OutputFolder(const OutputFolder&) = delete;  // removes once
+  OutputFolder& operator=(const OutputFolder&) = delete;
+  ~OutputFolder() { remove(); }
+  void keep() noexcept { made_.clear(); }
+
+ private:
+  void remove() const noexcept {
+    std::error_code ignored;
+    for (const auto& folder : made_) std::filesystem::remove(folder, ignored);  // if it is empty
+  }
+
+  std::vector<std::filesystem::path> made_;  ///< The innermost first.
+};
 
 }  // namespace
 
@@ -57,7 +75,14 @@ void add_calibrate(CLI::App& program, CalibrateCommand& command) {
       "Measure how fast this machine's GPU gathers rows from host memory, by how the memory is "
       "obtained, and keep the answer for MemoryConfig::calibration_file");
   add_bytes(app, "--region", command.options.region_bytes,
-            "Memory to spread the rows over, such as 8G or 512M (default 8G)");
+            "Memory to spread the rows over, such as 8G or 512M (default 8G)")
+      ->check(CLI::Validator(
+          [](const std::string& text) {
+            constexpr std::int64_t kLeast = std::int64_t{64} << 20;
+            return std::stoll(text) < kLeast ? "expected a size of at least 64M, found " + text
+                                             : "";
+          },
+          ""));
   add_named_list(app, "--allocation", kHostAllocationNames, command.options.allocations,
                  "Ways to obtain memory (default all)");
   add_named(app, "--backend", kBackendNames, command.options.backend,
@@ -85,7 +110,7 @@ std::filesystem::path default_calibration_path() {
 void run_calibrate(CalibrateCommand command, const Console& console) {
   const std::filesystem::path path =
       command.output.empty() ? default_calibration_path() : std::filesystem::path(command.output);
-  make_folder(path);
+  OutputFolder folder(path);
   formats::AtomicFile file(path);
   bool begun = false;
   command.options.progress = [&](const CalibrationEntry& entry) {
@@ -95,6 +120,7 @@ void run_calibrate(CalibrateCommand command, const Console& console) {
   };
   const Calibration calibration = calibrate(command.options);
   file.commit(to_text(calibration));
+  folder.keep();
   console.out << calibration.device << ": " << host_allocation_name(calibration.best)
               << ", written to " << path.string() << '\n';
 }

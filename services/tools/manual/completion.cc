@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
 #include <string_view>
 #include <vector>
 
@@ -29,6 +30,18 @@ std::vector<std::string> names_of(const std::vector<CommandText>& commands) {
   std::vector<std::string> names;
   for (const CommandText& command : commands) names.push_back(command.name);
   return names;
+}
+
+/// Gives the commands of a program its options, which they take as well.
+CommandText with_inherited(CommandText program) {
+  for (CommandText& command : program.commands) {
+    const std::vector<OptionText> own = command.options;
+    for (const OptionText& option : program.options) {
+      const auto same = [&](const OptionText& each) { return each.flags == option.flags; };
+      if (std::ranges::none_of(own, same)) command.options.push_back(option);
+    }
+  }
+  return program;
 }
 
 /// What bash knows of one command: the arms of its two `case` statements.
@@ -95,7 +108,8 @@ void add_fish(const CommandText& command, const std::string& program, const std:
 
 }  // namespace
 
-std::string bash_completion(const CommandText& program) {
+std::string bash_completion(const CommandText& of) {
+  const CommandText program = with_inherited(of);
   BashArms arms;
   arms.add(program, "");
   for (const CommandText& command : program.commands) arms.add(command, command.name);
@@ -138,7 +152,8 @@ std::string bash_completion(const CommandText& program) {
          program.name + " " + program.name + "\n";
 }
 
-std::string zsh_completion(const CommandText& program) {
+std::string zsh_completion(const CommandText& of) {
+  const CommandText program = with_inherited(of);
   std::string text = "#compdef " + program.name + "\n# Written by `" + program.name +
                      " completion zsh`.\n_" + program.name +
                      "() {\n  local context state state_descr line\n  typeset -A opt_args\n"
@@ -154,7 +169,8 @@ std::string zsh_completion(const CommandText& program) {
   return text + "  esac\n}\n_" + program.name + " \"$@\"\n";
 }
 
-std::string fish_completion(const CommandText& program) {
+std::string fish_completion(const CommandText& of) {
+  const CommandText program = with_inherited(of);
   const std::string commands = join(names_of(program.commands), " ");
   const std::string none = "not __fish_seen_subcommand_from " + commands;
   std::string text = "# Completion of " + program.name + " for fish; written by `" + program.name +

@@ -38,6 +38,7 @@ void add_option(const OptionText& option, std::string& text) {
   if (!option.values.empty()) {
     text += "\n.br\nOne of: " + roff(CLI::detail::join(option.values, ", ")) + '.';
   }
+  if (!option.range.empty()) text += "\n.br\nRange: " + roff(option.range) + '.';
   if (!option.default_value.empty()) text += "\n.br\nDefault: " + roff(option.default_value) + '.';
   if (!option.environment.empty()) text += "\n.br\nEnvironment: " + roff(option.environment) + '.';
   text += '\n';
@@ -56,17 +57,23 @@ std::string man_page(const CommandText& program, const std::string& command,
     page = &*found;
   }
   const std::string name = command.empty() ? program.name : program.name + "-" + command;
+  const std::string own_name = program.name + ": ";  // `--help` begins with it
+  const std::string summary = page->description.starts_with(own_name)
+                                  ? page->description.substr(own_name.size())
+                                  : page->description;
   std::string text = ".TH " + upper(name) + " 1 \"\" \"" + version +
-                     "\" \"User Commands\"\n.SH NAME\n" + roff(name) + " \\- " +
-                     roff(page->description) + "\n.SH SYNOPSIS\n.B " + program.name +
-                     (command.empty() ? "" : " " + command) + '\n';
+                     "\" \"User Commands\"\n.SH NAME\n" + roff(name) + " \\- " + roff(summary) +
+                     "\n.SH SYNOPSIS\n.B " + program.name + (command.empty() ? "" : " " + command) +
+                     '\n';
   for (const OptionText& option : page->options) {
     if (option.required && !option.flags.empty()) text += tag(option) + ' ';
   }
   text += "[\\fIOPTION\\fR]...";
   if (!page->commands.empty()) text += " \\fICOMMAND\\fR [\\fIARGUMENT\\fR]...";
   for (const OptionText& option : page->options) {
-    if (option.flags.empty()) text += " \\fI" + roff(option.name) + "\\fR";
+    if (!option.flags.empty()) continue;
+    const std::string argument = "\\fI" + roff(option.name) + "\\fR";
+    text += option.required ? " " + argument : " [" + argument + "]";
   }
   text += '\n';
   if (!page->commands.empty()) {
@@ -78,8 +85,8 @@ std::string man_page(const CommandText& program, const std::string& command,
   text += ".SH OPTIONS\n";
   for (const OptionText& option : page->options) add_option(option, text);
   text +=
-      ".SH EXIT STATUS\n0: success. 1: an error, printed as \"error: CODE: message\"; of plan "
-      "also, that the model does not fit. 2: a command line that is not understood. Of serve: 70: "
+      ".SH EXIT STATUS\n0: success. 1: an error, printed as \"error: CODE: message\". 2: a "
+      "command line that is not understood. 3: of plan, that the model does not fit. Of serve: 70: "
       "the GPU is lost. 75: draining hung. 130: interrupted; of serve: by a second signal. "
       "docs/faq.md of the sources says more.\n.SH SEE ALSO\n";
   std::string others;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <string_view>
+#include <vector>
 
 namespace kvtier::services {
 namespace {
@@ -15,11 +16,14 @@ std::string one_line(std::string text) {
   return text;
 }
 
-/// Parts "TEXT:{a,b}", as CLI11 writes a type with what its validators take.
+/// Parts "TEXT:{a,b}" and "INT:1 to 9", as CLI11 writes a type with what its validators take.
 void read_type(const std::string& type, OptionText& option) {
   const std::size_t open = type.find('{');
   option.type = type.substr(0, type.find_first_of(":{ "));
   if (option.type.empty()) option.type = "TEXT";
+  for (const std::string& part : CLI::detail::split(type, ':')) {
+    if (part.find(" to ") != std::string::npos) option.range = part;
+  }
   if (open == std::string::npos) return;
   option.values = CLI::detail::split(type.substr(open + 1, type.find('}', open) - open - 1), ',');
 }
@@ -58,8 +62,14 @@ void add_manual(CLI::App& program, ManualCommand& command) {
       ->add_option("SHELL", command.shell, "Shell that runs the script")
       ->required()
       ->check(one_of({"bash", "zsh", "fish"}));
-  program.add_subcommand("man", "Print the manual page of this program or of one of its commands")
-      ->add_option("COMMAND", command.command, "Command (default: the program)");
+  CLI::App* const man = program.add_subcommand(
+      "man", "Print the manual page of this program or of one of its commands");
+  std::vector<std::string> commands;
+  for (const CLI::App* each : program.get_subcommands([](const CLI::App*) { return true; })) {
+    commands.push_back(each->get_name());
+  }
+  man->add_option("COMMAND", command.command, "Command (default: the program)")
+      ->check(one_of(commands));
 }
 
 void run_completion(const CLI::App& program, const ManualCommand& command, const Console& console) {

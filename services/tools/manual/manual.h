@@ -18,6 +18,7 @@ struct OptionText {
   std::string description;          ///< One line.
   std::string type;                 ///< "INT", "TEXT"; empty: takes no value.
   std::vector<std::string> values;  ///< All that it takes, when that is a list.
+  std::string range;                ///< Of a number, "1 to 9", or empty.
   std::string environment;          ///< Variable that sets it, or empty.
   std::string default_value;        ///< As `--help` has it, or empty.
   bool required = false;

@@ -58,8 +58,9 @@ void StressOptions::resolve() {
   check_range(problems, "tokens", kMinTokens, kMaxTokens, tokens);
   check_range(problems, "batch", 1, 64, batch);
   check_range(problems, "steps", 1, kMaxSteps, steps);
-  check_range(problems, "k", 1, std::max<std::int64_t>(tokens, 1), top_k);
-  check_range(problems, "row_cache_rows", 0, kMaxRowCacheRows, row_cache_rows.value_or(0));
+  // Of too few tokens k is not to blame.
+  check_range(problems, "k", 1, tokens < kMinTokens ? kMaxTokens : tokens, top_k);
+  check_range(problems, "row-cache-rows", 0, kMaxRowCacheRows, row_cache_rows.value_or(0));
   if (step_overlap && !(*step_overlap > 0.0 && *step_overlap < 1.0)) {
     problems.push_back(join("overlap: expected a number between 0 and 1, found ", *step_overlap));
   }

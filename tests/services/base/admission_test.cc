@@ -128,7 +128,9 @@ TEST(Tenants, ConfigurationIsChecked) {
   EXPECT_EQ(problem(R"({"tenants": [{"name": "a", "token_sha256": ")" + digest +
                     R"(", "max_sessions": 3, "max_kv_bytes": 4, "max_inflight_bytes": 5}]})"),
             "accepted");
-  EXPECT_THAT(problem(""), HasSubstr("expected {\"tenants\""));
+  EXPECT_EQ(problem(""), "tenants: expected JSON, found an error in line 1, column 1");
+  EXPECT_EQ(problem("{\n  x}"), "tenants: expected JSON, found an error in line 2, column 3");
+  EXPECT_THAT(problem("[1e999]"), HasSubstr("expected JSON, found a number out of range"));
   EXPECT_THAT(problem("[]"), HasSubstr("expected {\"tenants\""));
   EXPECT_THAT(problem(R"({"tenants": []})"), HasSubstr("at least one"));
   EXPECT_THAT(problem(R"({"tenants": [1]})"), HasSubstr("objects"));

@@ -159,6 +159,22 @@ TEST_F(AdminClientTest, IsNotForTheSocketOfClients) {
     ADD_FAILURE() << "answered";
   } catch (const ClientError& error) {
     EXPECT_EQ(error.code(), ErrorCode::kUnimplemented);
+    EXPECT_EQ(error.what(), "server: expected an admin socket, found another at " + socket());
+  }
+}
+
+TEST_F(AdminClientTest, ItsSocketIsNotForClients) {
+  Client client({.server = admin_socket(), .attempts = 1});
+  try {
+    RemoteSessionConfig config;
+    config.model = {.layers = 1, .query_heads = 1, .kv_heads = 1, .head_dim = 64};
+    (void)client.open(config);
+    ADD_FAILURE() << "answered";
+  } catch (const ClientError& error) {
+    EXPECT_TRUE(std::string(error.what())
+                    .starts_with("server: expected a socket of clients, found another at " +
+                                 admin_socket()))
+        << error.what();
   }
 }
 

@@ -5,8 +5,10 @@
 
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <numeric>
 #include <unistd.h>
+#include <utility>
 
 namespace kvtier::services::testing {
 namespace {
@@ -429,6 +431,40 @@ TEST_P(ClientTest, SessionOfAServerThatStartedAnewIsAborted) {
   start_server();
   const ErrorCode code = code_of([this] { remote_->refresh(); });
   EXPECT_EQ(code, ErrorCode::kAborted) << message_;
+}
+
+TEST_P(ClientTest, ChunksBeforeOneThatFailsStayAndCount) {
+  constexpr std::int64_t kTokens = 4000;
+  constexpr std::int64_t kWrong = 3999;
+  const std::size_t row = static_cast<std::size_t>(kKvHeads) * kHeadDim;
+  std::vector<float> keys = random_floats(kTokens * row, 1);
+  const std::vector<float> values = random_floats(kTokens * row, 2);
+  const float good = std::exchange(keys[kWrong * row], std::numeric_limits<float>::quiet_NaN());
+  const auto append = [&](std::int64_t first) {
+    const auto rows = [&](const std::vector<float>& all) {
+      TensorView view = tokens_view(all, DType::kFloat32, kTokens - first, kKvHeads);
+      view.data = all.data() + static_cast<std::size_t>(first) * row;
+      return view;
+    };
+    remote_->append(0, rows(keys), rows(values));
+  };
+  EXPECT_EQ(code_of([&] { append(0); }), ErrorCode::kInvalidArgument) << message_;
+  const std::int64_t stored = remote_->length(0);
+  EXPECT_GT(stored, 0);
+  EXPECT_LT(stored, kWrong);
+  remote_->refresh();
+  EXPECT_EQ(remote_->length(0), stored);
+  keys[kWrong * row] = good;
+  append(stored);
+  EXPECT_EQ(remote_->length(0), kTokens);
+}
+
+TEST_P(ClientTest, TokensThatNoHeaderTakesAreRefused) {
+  for (const char* token : {"x\n", "a b", "\xC3\xA9", "\x7F"}) {
+    EXPECT_EQ(code_of([&] { const Client client({.server = socket(), .token = token}); }),
+              ErrorCode::kInvalidArgument);
+    EXPECT_THAT(message_, HasSubstr("token: expected printable ASCII without white space"));
+  }
 }
 
 TEST_P(ClientTest, CallsEndWhereNoServerIs) {

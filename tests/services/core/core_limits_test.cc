@@ -2,6 +2,10 @@
 
 #include <gmock/gmock.h>
 
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+
 namespace kvtier::services::testing {
 namespace {
 
@@ -181,6 +185,47 @@ TEST_F(CoreLimitsTest, FullCacheIsRefusedAndRecovers) {
   EXPECT_EQ(append(second, append_request(0, 1, 1)).reason(), "CACHE_FULL");
   ASSERT_EQ(release(first).reason(), "OK");
   EXPECT_EQ(append(second, append_request(0, 1, 1)).reason(), "OK");
+}
+
+TEST_F(CoreLimitsTest, FullSessionIsNoFullCache) {
+  ServiceCoreOptions options = small_options();
+  options.models.memory.max_session_tokens = 64;
+  make_core(options);
+  const std::string name = open();
+  ASSERT_EQ(append(name, append_request(0, 63, 1)).reason(), "OK");
+
+  const Ending ending = append(name, append_request(0, 2, 2));
+
+  EXPECT_EQ(ending.reason(), "SESSION_FULL");
+  EXPECT_EQ(ending.error->code(), Code::kResourceExhausted);
+  EXPECT_EQ(ending.error->retry_after().count(), 0);
+  EXPECT_STREQ(ending.error->what(),
+               "layer 0: expected at most 64 tokens, the session's capacity_tokens (at most "
+               "--max-session-tokens), found 63 and 2 more");
+  EXPECT_EQ(append(name, append_request(0, 1, 3)).reason(), "OK");
+}
+
+TEST_F(CoreLimitsTest, FullDiskCacheIsNotNamedToClients) {
+  std::string folder = ::testing::TempDir() + "kvtier-XXXXXX";
+  ASSERT_NE(::mkdtemp(folder.data()), nullptr);
+  ServiceCoreOptions options = small_options();
+  options.models.memory.host_bytes = 1 * MiB;
+  options.models.memory.disk_cache_bytes = 4 * MiB;
+  options.models.disk_cache = folder;
+  make_core(options);
+  Ending ending;
+  for (int i = 0; i < 64; ++i) {
+    const std::string name = open();
+    while ((ending = append(name, append_request(0, 64, 1))).reason() == "OK") {
+    }
+    if (ending.reason() != "SESSION_FULL") break;
+  }
+  EXPECT_EQ(ending.reason(), "CACHE_FULL");
+  const std::string said = ending.error ? ending.error->what() : "";
+  EXPECT_THAT(said, ::testing::HasSubstr("file tier: expected pages to be taken, found"));
+  EXPECT_THAT(said, ::testing::Not(::testing::HasSubstr(folder)));
+  core_.reset();
+  std::filesystem::remove_all(folder);
 }
 
 TEST_F(CoreLimitsTest, BytesInFlightAreBounded) {

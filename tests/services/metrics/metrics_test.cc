@@ -426,8 +426,9 @@ TEST(ProcessStats, AreOfThisProcess) {
 TEST(Rejections, AreReasonsThatPassOrAreQuotas) {
   EXPECT_EQ(rejection_of("QUOTA_EXCEEDED"), "quota");
   EXPECT_EQ(rejection_of("DRAINING"), "draining");
-  for (const char* reason : {"CACHE_FULL", "TOO_MANY_LEASES", "TOO_MANY_ATTACHMENTS",
-                             "TOO_MANY_REGIONS", "PAGES_FULL", "TIERS_BUSY"}) {
+  for (const char* reason :
+       {"CACHE_FULL", "SESSION_FULL", "TOO_MANY_LEASES", "TOO_MANY_ATTACHMENTS", "TOO_MANY_REGIONS",
+        "PAGES_FULL", "TIERS_BUSY"}) {
     EXPECT_EQ(rejection_of(reason), "limit") << reason;
   }
   EXPECT_THAT(rejection_of("NOT_FOUND"), IsEmpty());

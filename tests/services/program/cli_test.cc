@@ -1,9 +1,12 @@
+#include "services/program/cli.h"
+
 #include "tests/services/evaluation/trace_fixture.h"
 
 #include <gmock/gmock.h>
 #include <nlohmann/json.hpp>
 
 #include <fstream>
+#include <sstream>
 
 namespace kvtier::services {
 namespace {
@@ -68,8 +71,13 @@ TEST_F(CliTest, PrintsManualPages) {
   EXPECT_THAT(command.out, HasSubstr(" 75: draining hung. 130: interrupted"));
 
   const CliResult unknown = run_kvtier({"man", "replya"});
-  EXPECT_EQ(unknown.code, 1);
-  EXPECT_THAT(unknown.err, HasSubstr("expected a command, found replya"));
+  EXPECT_EQ(unknown.code, 2);
+  EXPECT_THAT(unknown.err, HasSubstr("expected one of replay, serve, "));
+  EXPECT_THAT(unknown.err, HasSubstr(", found replya"));
+
+  EXPECT_THAT(program.out, HasSubstr(".SH NAME\nkvtier \\- long\\-context KV cache"));
+  EXPECT_THAT(run_kvtier({"man", "man"}).out, HasSubstr("... [\\fICOMMAND\\fR]\n"));
+  EXPECT_THAT(run_kvtier({"man", "plan"}).out, HasSubstr("\n.br\nRange: 0 to 1.\n"));
 }
 
 TEST_F(CliTest, PrintsCompletionsForShells) {
@@ -84,6 +92,50 @@ TEST_F(CliTest, PrintsCompletionsForShells) {
   EXPECT_EQ(unknown.code, 2);
   EXPECT_THAT(unknown.err, HasSubstr("tcsh"));
   EXPECT_EQ(unknown.out, "");
+}
+
+TEST_F(CliTest, CompletesCommandsOfManAndOptionsOfTheProgram) {
+  const std::string bash = run_kvtier({"completion", "bash"}).out;
+  EXPECT_THAT(bash, HasSubstr("\n    serve:--log-level) values=\"debug info "));
+  const std::size_t man = bash.find("    man) words=\"");
+  ASSERT_NE(man, std::string::npos);
+  EXPECT_THAT(bash.substr(man, bash.find('\n', man) - man), HasSubstr(" replay serve "));
+  const auto line = [](const std::string& text, const std::string& begin) {
+    const std::size_t at = text.find(begin);
+    return at == std::string::npos ? std::string() : text.substr(at, text.find('\n', at) - at);
+  };
+  EXPECT_THAT(line(run_kvtier({"completion", "fish"}).out,
+                   "complete -c kvtier -n '__fish_seen_subcommand_from serve' -l log-level"),
+              HasSubstr("debug info warning"));
+  const std::string zsh = run_kvtier({"completion", "zsh"}).out;
+  EXPECT_THAT(zsh.substr(zsh.find("    serve) _arguments")), HasSubstr("--log-level="));
+}
+
+TEST_F(CliTest, OutputThatCannotBeWrittenIsAnError) {
+  for (const std::vector<std::string>& arguments :
+       {std::vector<std::string>{"man"},
+        {"completion", "bash"},
+        {"--version"},
+        {"plan", "--preset", "qwen3-8b", "--gpu", "80G", "--tokens", "8K"}}) {
+    std::ostream out(nullptr);
+    std::ostringstream err;
+    EXPECT_EQ(run_cli(arguments, {.out = out, .err = err}), 1) << arguments[0];
+    EXPECT_EQ(err.str(), "error: UNAVAILABLE: standard output: cannot be written\n");
+  }
+}
+
+TEST_F(CliTest, RefusesEmptyValues) {
+  for (const std::vector<std::string>& arguments :
+       {std::vector<std::string>{"replay", ""},
+        {"replay", "t", "--record-ids", ""},
+        {"stress", "--json", ""},
+        {"calibrate", "--output", ""},
+        {"plan", "--preset", "qwen3-8b", "--gpu", "80G", "--calibration", ""}}) {
+    const CliResult result = run_kvtier(arguments);
+    EXPECT_EQ(result.code, 2) << arguments[0];
+    EXPECT_THAT(result.err, HasSubstr(": expected a value, found an empty one\n"));
+    EXPECT_EQ(result.out, "");
+  }
 }
 
 TEST_F(CliTest, RejectsCommandLinesItDoesNotUnderstand) {
@@ -119,13 +171,14 @@ TEST_F(CliTest, RejectsCommandLinesItDoesNotUnderstand) {
       {{"replay", trace, "--candidates", "4"},
        "error: expected --coarse-bits with --candidates, found none\n"},
       {{"replay", trace, "--estimator", "norm_aware,hard_collision", "--tau", "0.5"},
-       "error: expected --estimator soft_collision with --tau, found none\n"},
+       "error: expected --estimator soft_collision with --tau, found hard_collision, norm_aware\n"},
       {{"replay", trace, "--preset", "socket", "--query-bits", "8"},
-       "error: expected --estimator norm_aware with --query-bits, found none\n"},
+       "error: expected --estimator norm_aware with --query-bits, found soft_collision\n"},
       {{"replay", trace, "--estimator", "norm_aware", "--tables", "4"},
-       "error: expected --estimator soft_collision or hard_collision with --tables, found none\n"},
+       "error: expected --estimator soft_collision or hard_collision with --tables, found "
+       "norm_aware\n"},
       {{"stress", "--estimator", "soft_collision", "--bits", "128"},
-       "error: expected --estimator norm_aware with --bits, found none\n"},
+       "error: expected --estimator norm_aware with --bits, found soft_collision\n"},
       {{"stress", "--drift", "smollm2", "--overlap", "0.8"},
        "error: expected --overlap or --drift, found both\n"},
       {{"top", "--json", "--interval", "1"}, "error: expected --interval or --json, found both\n"},
@@ -185,7 +238,7 @@ TEST_F(CliTest, SaysWhatNumbersItExpects) {
       {{"stress", "--seed", "18446744073709551616"},
        "--seed: expected a whole number of 0 or more of 64 bits, found 18446744073709551616"},
       {{"stress", "--host-budget", "8E"}, "--host-budget: expected a size such as 64K, found 8E"},
-      {{"stress", "--layers", ""}, "--layers"},
+      {{"stress", "--layers", ""}, "--layers: expected a value, found an empty one"},
       {{"replay", trace, "--k", "8,9K"}, "--k: expected a whole number, found 9K"},
       {{"replay", trace, "--tau", "warm"}, "--tau: expected a number, found warm"},
       {{"plan", "--preset", "qwen3-8b", "--gpu", "1G", "--hits", "nan"},
@@ -215,11 +268,12 @@ TEST_F(CliTest, PrintsErrorsWithTheirCode) {
       {{"--rule", "priority"},
        "error: INVALID_ARGUMENT: replay options:\n  soft_collision: rule: expected top_k"},
       {{"--estimator", "norm_aware", "--code", "scalar", "--bits", "100"},
-       "error: INVALID_ARGUMENT: "},
+       "error: INVALID_ARGUMENT: replay options:\n  norm_aware: bits: "},
       {{"--rule", "top_k", "--error-target", "0.1"},
        "error: INVALID_ARGUMENT: replay options:\n  soft_collision: error_target: expected 0 "
        "without the priority rule"},
-      {{"--steps", "6"}, "error: INVALID_ARGUMENT: steps: expected 0..5, found 6"},
+      {{"--steps", "6"},
+       "error: INVALID_ARGUMENT: --steps: expected 0..5 (the steps of the trace), found 6"},
       {{"--json", (folder_ / "missing" / "a.json").string()}, "error: UNAVAILABLE: "}};
   for (const auto& [options, message] : cases) {
     const CliResult result = replay_small(options);

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
@@ -266,7 +267,7 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
              {{"--config", write("f.toml", "\nverify-rows = 7\n")}, 2, "f.toml:2: verify-rows"},
              {{"--config", write("g.toml", "max-models = \"x\"\n")}, 2, "g.toml:1: "},
              {{"--memcached", "a b:1"}, 2, "white space"},
-             {{"--disk-cache", ""}, 2, "expected a folder"},
+             {{"--disk-cache", ""}, 2, "--disk-cache: expected a value, found an empty one"},
              {{"--disk-cache", "/dev/null"}, 1, "expected a folder, found another file"},
              {{"--disk-cache", "/proc/cache"},
               1,
@@ -292,7 +293,7 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
              {{"--page-folder", "/p", "--page-key-file", "/k", "--page-arena-mib", "0"},
               1,
               "page-folder, page-remote: expected page-arena-mib above 0, found 0"},
-             {{"--config", write("i.toml", "\nno option\n")}, 2, "i.toml:2: expected options of"},
+             {{"--config", write("i.toml", "\nno option\n")}, 2, "i.toml:2: expected KEY = VALUE"},
              {{"--remote-ttl-seconds", "5"},
               2,
               "expected --memcached or --redis with --remote-ttl-seconds, found none"},
@@ -347,6 +348,76 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
     EXPECT_EQ(server->wait(), c.code) << c.message << ": " << err();
     EXPECT_THAT(err(), HasSubstr(c.message));
   }
+}
+
+TEST_F(ServeTest, EmptyValuesAreRefused) {
+  constexpr const char* kEmpty = "expected a value, found an empty one";
+  for (const std::string option :
+       {"config", "listen", "admin-listen", "data-listen", "metrics", "tenants", "tls-cert",
+        "tls-client-crl", "redis-user", "remote-key-file", "page-key-file", "calibration"}) {
+    const auto by_flag = serve({"--" + option, ""});
+    EXPECT_EQ(by_flag->wait(), 2) << option;
+    EXPECT_THAT(err(), HasSubstr("--" + option + ": " + kEmpty));
+
+    std::string variable = "KVTIER_";
+    for (const char c : option) variable += c == '-' ? '_' : static_cast<char>(std::toupper(c));
+    const auto by_variable = serve({}, {variable + "="});
+    EXPECT_EQ(by_variable->wait(), 2) << option;
+    EXPECT_THAT(err(), HasSubstr(variable + ": " + kEmpty));
+  }
+  for (const char* value : {"\"\"", "''", "", "# no value"}) {
+    const std::string file = write("serve.toml", std::string("tenants = ") + value + "\n");
+    const auto by_file = serve({"--config", file});
+    EXPECT_EQ(by_file->wait(), 2) << value;
+    EXPECT_THAT(err(), HasSubstr("serve.toml:1: ")) << value;
+    EXPECT_THAT(err(), HasSubstr("tenants: expected a value, found ")) << value;
+  }
+}
+
+TEST_F(ServeTest, FilesThatAreNoTomlAreRefused) {
+  const std::string listen = "listen = \"unix:/x\"\n";
+  for (const auto& [text, message] : std::vector<std::pair<std::string, std::string>>{
+           {"\"", ":1: expected KEY = VALUE, found \""},
+           {"[", ":1: expected KEY = VALUE, found ["},
+           {listen + "\n" + listen, ":3: listen: expected it once, found it twice"},
+           {"listen = unix:/x\n", ":1: listen: expected text in quotes, a number, true or false"},
+           {"listen = \"unix:/x\n", ":1: listen: expected a quote at the end"},
+           {"listen = \"unix:/x\" \"y\"\n", ":1: listen: expected one value"},
+           {"listen = \"unix:/x#y\"\n", ":1: listen: expected text without #"},
+           {"listen = [\"unix:/x\",\n", ":1: listen: expected ] behind a list"}}) {
+    const auto server = serve({"--config", write("serve.toml", text)});
+    EXPECT_EQ(server->wait(), 2) << text;
+    EXPECT_THAT(err(), HasSubstr("serve.toml" + message)) << text;
+  }
+}
+
+TEST_F(ServeTest, NamesWhatIsWrongWithAddressesAndTenants) {
+  const std::string tenants = write("tenants.json", "{\n  \"tenants\": [}\n");
+  for (const auto& [arguments, message] :
+       std::vector<std::pair<std::vector<std::string>, std::string>> {
+         {{"--tenants", tenants},
+          tenants + ": tenants: expected JSON, found an error in line 2, column 15"},
+#if defined(KVTIER_WITH_REMOTE_TIERS)
+             {{"--disk-cache", (folder_ / "cache").string(), "--redis", "localhost"},
+              "INVALID_ARGUMENT: redis: expected an endpoint host:port"},
+#endif
+         {
+           {"--listen", "tcp:0.0.0.0:7443", "--insecure-tcp"},
+               "found --insecure-tcp with another address"
+         }
+       }) {
+    const auto server = serve(arguments);
+    EXPECT_EQ(server->wait(), 1) << message;
+    EXPECT_THAT(err(), HasSubstr(message));
+  }
+}
+
+TEST_F(ServeTest, WarnsOfMorePagesThanTheDiskHasRoomFor) {
+  const auto server =
+      serve({"--disk-cache", (folder_ / "cache").string(), "--disk-capacity-mib", "268435456"});
+  ASSERT_THAT(server->read_line(), HasSubstr("listening on")) << err();
+  EXPECT_THAT(err(), HasSubstr("warning: disk-capacity-mib: expected at most the "));
+  EXPECT_THAT(err(), HasSubstr(", found 268435456; sessions may be refused"));
 }
 
 /// Connections that say nothing, closed at the end.
@@ -511,7 +582,11 @@ TEST_F(ServeTest, LogOfJsonIsOneObjectALine) {
                  {"kvtier", "--log-format", "json", "--log-level", "info", "serve", "--backend",
                   "cpu", "--listen", address, "--host-memory-mib", "1"},
                  {}, folder_ / "err");
-  ASSERT_EQ(server.read_line(), "listening on " + address) << err();
+  for (const std::string& said : {"listening on " + address, "admin on " + address + ".admin"}) {
+    const std::string line = server.read_line();
+    EXPECT_TRUE(line.starts_with("{\"time\":\"20")) << line;
+    EXPECT_TRUE(line.ends_with("\"message\":\"" + said + "\"}")) << line;
+  }
   server.signal(SIGTERM);
   EXPECT_EQ(server.wait(), 0);
   std::istringstream lines(err());

@@ -102,9 +102,18 @@ TEST_F(CalibrateTest, LeavesTheFileAloneWhenItFails) {
   write_trace(file("unrelated"), {});
   const CliResult result = run_kvtier({"calibrate", "--backend", "cpu", "--region", "1M",
                                        "--output", file("calibration").string()});
-  EXPECT_EQ(result.code, 1);
-  EXPECT_THAT(result.err, HasSubstr("region_bytes: expected at least 67108864, found 1048576"));
+  EXPECT_EQ(result.code, 2);
+  EXPECT_THAT(result.err, HasSubstr("--region: expected a size of at least 64M, found 1048576"));
   EXPECT_THAT(listing(), ElementsAre("unrelated"));
+}
+
+TEST_F(CalibrateTest, LeavesNoFoldersWhenItFails) {
+  // A way to obtain memory that is named twice is refused.
+  const CliResult result =
+      run_kvtier({"calibrate", "--backend", "cpu", "--region", "64M", "--allocation",
+                  "driver,driver", "--output", file("d1/d2/calibration").string()});
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(listing(), IsEmpty());
 }
 
 TEST_F(CalibrateTest, RejectsCommandLinesItDoesNotUnderstand) {

@@ -87,7 +87,7 @@ TEST(StressOptions, ReportsEveryProblemAtOnce) {
   EXPECT_THAT(problem, HasSubstr("k: expected 1.."));
   EXPECT_THAT(problem, HasSubstr("query_heads"));
   EXPECT_THAT(problem, HasSubstr("head_dim"));
-  EXPECT_THAT(problem, HasSubstr("row_cache_rows: expected 0..1048576, found -1"));
+  EXPECT_THAT(problem, HasSubstr("row-cache-rows: expected 0..1048576, found -1"));
   EXPECT_THAT(problem, HasSubstr("overlap: expected a number between 0 and 1, found 1.0"));
 }
 
@@ -96,6 +96,13 @@ TEST(StressOptions, RejectsMoreSelectedRowsThanTokens) {
   options.tokens = 1024;
   EXPECT_THAT(problem_of(options, ErrorCode::kInvalidArgument),
               HasSubstr("k: expected 1..1024, found 2048"));
+}
+
+TEST(StressOptions, DoesNotBlameKForTooFewTokens) {
+  StressOptions options;
+  options.tokens = 100;
+  EXPECT_EQ(problem_of(options, ErrorCode::kInvalidArgument),
+            "options:\n  tokens: expected 1024..536870912, found 100");
 }
 
 TEST(StressOptions, RejectsNegativeAndHugeShapes) {
