@@ -50,7 +50,7 @@ copy_python "$copy"
 
 if [[ -z ${KVTIER_BINARY:-} ]]; then
   say "the server"
-  need_packages "${kvtier_test_packages[@]}"
+  need_packages "${kvtier_build_packages[@]}"
   mapfile -t options < <(cmake_options)
   cmake --preset release "${options[@]}"
   cmake --build build/release --parallel "$(num_jobs)" --target kvtier_cli

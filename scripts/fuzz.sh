@@ -25,7 +25,7 @@ fi
 seconds=${1:-60}
 
 if [[ -z $built ]]; then
-  need_packages "${kvtier_test_packages[@]}" "${kvtier_fuzz_packages[@]}"
+  need_packages "${kvtier_build_packages[@]}" "${kvtier_fuzz_packages[@]}"
   mapfile -t options < <(cmake_options)
   cmake --preset fuzz "${options[@]}"
   cmake --build build/fuzz --target fuzzers --parallel "$(num_jobs)"

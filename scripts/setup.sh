@@ -4,10 +4,12 @@
 # Debian 12 and Ubuntu 24.04 call them alike.
 kvtier_demo_packages=(g++ cmake ninja-build ccache pkg-config libtbb-dev libisal-dev libopenblas-dev
   libcli11-dev nlohmann-json3-dev)
-kvtier_test_packages=("${kvtier_demo_packages[@]}" git libboost-dev libssl-dev libgrpc++-dev libprotobuf-dev prometheus-cpp-dev liburing-dev
-  protobuf-compiler protobuf-compiler-grpc libgtest-dev libgmock-dev libbenchmark-dev libspdlog-dev
-  libmemcached-dev libhiredis-dev libnghttp2-dev memcached redis-server
-  clang-format-14 python3-venv dpkg-dev)
+# For all programs, tests and benchmarks, and the Python packages: nothing that starts a server.
+kvtier_build_packages=("${kvtier_demo_packages[@]}" git libboost-dev libssl-dev libgrpc++-dev libprotobuf-dev prometheus-cpp-dev
+  liburing-dev protobuf-compiler protobuf-compiler-grpc libgtest-dev libgmock-dev libbenchmark-dev libspdlog-dev
+  libmemcached-dev libhiredis-dev libnghttp2-dev python3-venv)
+# To run the tests, and check.sh. memcached and redis-server start when they are installed, and listen on this machine.
+kvtier_test_packages=("${kvtier_build_packages[@]}" memcached redis-server clang-format-14 dpkg-dev)
 # For the tests of the status page, of the rules for Prometheus and of completions, and for the API reference, which are
 # skipped without: CI has them.
 kvtier_ci_packages=(chromium prometheus doxygen zsh fish groff-base)

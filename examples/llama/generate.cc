@@ -40,6 +40,13 @@ std::vector<std::int32_t> parse_ids(const std::string& text) {
 
 std::vector<std::int32_t> generate(Decoder& decoder, const GenerateOptions& options,
                                    const std::function<void(std::int32_t)>& on_token) {
+  const std::int64_t last = decoder.config().vocab_size - 1;
+  for (const std::int32_t id : options.prompt) {
+    if (id >= 0 && id <= last) continue;
+    throw Error(ErrorCode::kInvalidArgument, "--prompt-ids: expected ids of 0 to " +
+                                                 std::to_string(last) + ", found " +
+                                                 std::to_string(id));
+  }
   const auto prompt = static_cast<std::int64_t>(options.prompt.size());
   Method method = options.method;
   AttendOptions attend;

@@ -82,12 +82,21 @@ void add_kv(CLI::App& app, Arguments& a) {
   }
 }
 
+/// Presets have a row of their own error target. An error target that is given without a sparsity
+/// is all that sizes a selection.
+void set_error_rows(const CLI::App& eval, RetrievalOptions& retrieval) {
+  if (!retrieval.presets.empty()) retrieval.error_rows = ErrorRows::kBeside;
+  const bool alone = eval.count("--error-target") > 0 && eval.count("--sparsity") == 0;
+  const auto aims = [](double target) { return target != 0.0; };
+  if (alone && std::ranges::all_of(retrieval.error_targets, aims)) {
+    retrieval.error_rows = ErrorRows::kInstead;
+  }
+}
+
 void add_retrieval(CLI::App& app, RetrievalOptions& retrieval) {
   RetrievalConfig& shared = retrieval.shared;
   app.add_option("--bits", retrieval.bits, kBitsText)->delimiter(',');
-  app.add_option("--error-target", retrieval.error_targets,
-                 "Of priority: the standard error of the softmax denominator that is aimed at; 0: "
-                 "none")
+  app.add_option("--error-target", retrieval.error_targets, kErrorTargetText)
       ->delimiter(',')
       ->capture_default_str();
   CLI::Option* coarse_bits =
@@ -125,6 +134,7 @@ void add_retrieval(CLI::App& app, RetrievalOptions& retrieval) {
       if (std::ranges::count(retrieval.estimators, name) > 0) estimators.push_back(estimator);
     }
     check_estimator_options(app, estimators);
+    if (app.get_name() == "eval") set_error_rows(app, retrieval);
   });
   for (const char* own :
        {"--estimator", "--value-weighting", "--selection", "--rule", "--code", "--bits",
@@ -447,7 +457,11 @@ int main(int argc, char** argv) {
       .out = std::cout, .err = std::cerr, .err_is_terminal = isatty(STDERR_FILENO) == 1};
   return with_errors_printed(std::cerr, [&] {
     try {
-      return run_program(arguments, console);
+      const int code = run_program(arguments, console);
+      if (!std::cout.flush()) {
+        throw Error(ErrorCode::kUnavailable, "standard output: cannot be written");
+      }
+      return code;
     } catch (...) {
       clear_progress();
       throw;

@@ -70,10 +70,16 @@ std::string how_of(const Method& method, int head_dim) {
                 retrieval.sketch(head_dim).num_planes, code_name(retrieval.code).c_str());
 }
 
+std::string size_of(const Method& method) {
+  if (method.dense) return "-";
+  return method.sparsity > 0.0 ? format("%gx", method.sparsity)
+                               : format("e=%g", method.retrieval.error_in_force());
+}
+
 void print_row(std::ostream& out, const EvalRow& row) {
   const bool dense = row.method.dense;
   const std::string selection = dense ? "-" : selection_name(row.method.retrieval.selection);
-  const std::string sparsity = dense ? "-" : format("%gx", row.method.sparsity);
+  const std::string sparsity = size_of(row.method);
   const std::string rows = row.measured() ? grouped(row.rows_attended) : "-";
   const std::string speed = grouped(row.tokens_per_second);
   if (!is_needle_llama(row)) {
@@ -170,7 +176,8 @@ nlohmann::json row_json(const EvalRow& row, const std::string& place, int head_d
   json["case"] = row.task;
   json["kind"] = row.kind;
   json["method"] = row.method.label;
-  json["sparsity"] = dense ? 0.0 : row.method.sparsity;
+  const bool sized = dense || row.method.sparsity > 0.0;
+  json["sparsity"] = sized ? nlohmann::json(dense ? 0.0 : row.method.sparsity) : nlohmann::json();
   json["estimator"] = dense ? "dense" : estimator_name(retrieval.estimator);
   json["value_weighting"] = dense ? "none" : weighting_name(retrieval.weighting());
   json["selection"] = dense ? "none" : selection_name(retrieval.selection);
@@ -198,7 +205,7 @@ nlohmann::json row_json(const EvalRow& row, const std::string& place, int head_d
   const SketchConfig sketch = retrieval.sketch(head_dim);
   json["rule"] = rule_name(retrieval.rule);
   json["code"] = code_name(retrieval.code);
-  json["error_target"] = retrieval.error_target;
+  json["error_target"] = sized ? retrieval.error_target : retrieval.error_in_force();
   if (retrieval.coarse_bits > 0) {
     json["coarse_bits"] = retrieval.coarse_bits;
     json["candidates"] = retrieval.candidates;
@@ -240,6 +247,10 @@ void print_report(std::ostream& out, const ModelConfig& model, const EvalResult&
 
 void check_writable(const std::filesystem::path& path, const std::string& option) {
   if (path.empty()) return;
+  if (path == "-") {
+    throw Error(ErrorCode::kInvalidArgument,
+                option + ": expected a file, found - (./- for a file of this name)");
+  }
   try {
     const formats::AtomicFile file(path);
   } catch (const Error& error) {

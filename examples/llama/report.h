@@ -20,8 +20,9 @@ struct RunInfo {
 /// Prints one table per case, 109 columns wide, then where the keys and values were.
 void print_report(std::ostream& out, const ModelConfig& model, const EvalResult& result);
 
-/// Throws `kUnavailable`, with the name of the option, unless a file can be written at `path`.
-/// Leaves everything as it is. No path, nothing to do.
+/// Throws `kUnavailable`, with the name of the option, unless a file can be written at `path`;
+/// `kInvalidArgument` for "-", which is standard output elsewhere. Leaves everything as it is. No
+/// path, nothing to do.
 void check_writable(const std::filesystem::path& path, const std::string& option);
 
 /// Writes {"model", "command", "date", "cases": [...]}, one entry per row of the table, to a

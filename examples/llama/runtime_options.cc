@@ -133,12 +133,37 @@ std::vector<RetrievalConfig> presets_or_lists(const RetrievalOptions& options,
   return result;
 }
 
-void check(const RetrievalConfig& retrieval) {
-  const std::vector<std::string> problems = retrieval.validate();
+/// Names the option where a problem begins with a field of `RetrievalConfig`.
+std::string as_flag(const std::string& problem) {
+  std::string name = problem.substr(0, problem.find(':'));
+  const std::string rest = problem.substr(name.size());
+  constexpr std::array<std::pair<std::string_view, const char*>, 3> kOther{
+      {{"num_planes", "bits"}, {"sink_tokens", "sink"}, {"recent_tokens", "window"}}};
+  for (const auto& [field, option] : kOther) {
+    if (name == field) name = option;
+  }
+  std::ranges::replace(name, '_', '-');
+  return "--" + name + rest;
+}
+
+void refuse(const std::vector<std::string>& problems) {
   if (problems.empty()) return;
   std::string message = "retrieval settings:";
-  for (const std::string& problem : problems) message += "\n  " + problem;
+  for (const std::string& problem : problems) message += "\n  " + as_flag(problem);
   throw Error(ErrorCode::kInvalidArgument, message);
+}
+
+/// Throws `kInvalidArgument` for settings that do not go with the shape of a model.
+void check_shape(const kvtier::ModelConfig& model, const RetrievalConfig& retrieval) {
+  Config config;
+  config.model = model;
+  config.retrieval = retrieval;
+  constexpr std::string_view kOwn = "retrieval.";
+  std::vector<std::string> problems;
+  for (const std::string& problem : config.validate()) {
+    if (problem.starts_with(kOwn)) problems.push_back(problem.substr(kOwn.size()));
+  }
+  refuse(problems);
 }
 
 std::string label_of(const RetrievalConfig& retrieval, const RetrievalOptions& options) {
@@ -222,7 +247,17 @@ std::vector<Method> make_methods(const RetrievalOptions& options,
     methods.push_back({.dense = true, .sparsity = 1.0, .retrieval = {}});
   }
   const std::vector<RetrievalConfig> selectors = presets_or_lists(adjusted, left_out);
+  const auto push = [&](const RetrievalConfig& retrieval, double sparsity) {
+    refuse(retrieval.validate());
+    methods.push_back({.dense = false,
+                       .sparsity = sparsity,
+                       .retrieval = retrieval,
+                       .label = label_of(retrieval, options)});
+  };
   const auto add = [&](const RetrievalConfig& retrieval) {
+    const bool aims = options.error_rows != ErrorRows::kNone && retrieval.error_in_force() > 0.0;
+    if (aims) push(retrieval, 0.0);
+    if (aims && options.error_rows == ErrorRows::kInstead) return;
     for (const double sparsity : sparsities) {
       if (sparsity == 0.0) continue;
       if (!(std::isfinite(sparsity) && sparsity >= 1.0)) {
@@ -230,11 +265,7 @@ std::vector<Method> make_methods(const RetrievalOptions& options,
                     "--sparsity: expected 0 (dense) or a number of at least 1, found " +
                         std::to_string(sparsity));
       }
-      check(retrieval);
-      methods.push_back({.dense = false,
-                         .sparsity = sparsity,
-                         .retrieval = retrieval,
-                         .label = label_of(retrieval, options)});
+      push(retrieval, sparsity);
     }
   };
   for (const std::uint64_t seed : options.seeds) {
@@ -259,6 +290,7 @@ Config engine_config(const ModelConfig& model, const RuntimeOptions& runtime,
   std::vector<SketchConfig> sketches;
   for (const Method& method : methods) {
     if (method.dense) continue;
+    check_shape(config.model, method.retrieval);
     if (sketches.empty()) config.retrieval = method.retrieval;
     merge_sketch(sketches, method.retrieval.sketch(model.head_dim));
   }
@@ -294,9 +326,11 @@ AttendOptions attend_options(Method& method, std::int64_t context, int window) {
     options.mode = LayerMode::kDense;
     return options;
   }
-  const double k = std::floor(static_cast<double>(context) / method.sparsity);
-  method.retrieval.sparsity = 0.0;
-  method.retrieval.top_k = std::max(1, static_cast<int>(k));
+  if (method.sparsity > 0.0) {
+    const double k = std::floor(static_cast<double>(context) / method.sparsity);
+    method.retrieval.sparsity = 0.0;
+    method.retrieval.top_k = std::max(1, static_cast<int>(k));
+  }
   options.retrieval = &method.retrieval;
   options.dense_from = std::max<std::int64_t>(0, context - window);
   return options;

@@ -27,6 +27,13 @@ struct RuntimeOptions {
   std::string kv;
 };
 
+/// Which methods take as many tokens as their error target needs.
+enum class ErrorRows : std::uint8_t {
+  kNone,     ///< None: all have a sparsity.
+  kBeside,   ///< Those with an error target, as one more row each.
+  kInstead,  ///< The same, without rows at sparsities.
+};
+
 /// Retrieval settings that the rows of a report share.
 struct RetrievalOptions {
   /// "default", "socket": rows of these methods in place of those that the lists below make; empty:
@@ -36,7 +43,8 @@ struct RetrievalOptions {
   std::vector<std::string> weightings{"default"};
   std::vector<std::string> selections{"per_kv_head"};
   std::vector<double> sparsities{0.0, 10.0, 33.0, 100.0};  ///< 0: dense.
-  std::vector<std::string> rules{};                        ///< Empty: the estimator's.
+  ErrorRows error_rows = ErrorRows::kNone;
+  std::vector<std::string> rules{};        ///< Empty: the estimator's.
   std::vector<std::string> codes{};        ///< Empty: the estimator's. Scalar with norm-aware only.
   std::vector<int> bits{0};                ///< Of norm-aware; 0: `RetrievalConfig`'s.
   std::vector<double> error_targets{0.0};  ///< Of the priority rule.
@@ -51,7 +59,7 @@ struct RetrievalOptions {
 /// One row: dense attention, or a selector at one sparsity.
 struct Method {
   bool dense = false;
-  double sparsity = 1.0;
+  double sparsity = 1.0;  ///< 0: as many tokens as the error target needs.
   RetrievalConfig retrieval;
   std::string label = "dense";  ///< Of `retrieval`, in reports.
 };
@@ -65,9 +73,9 @@ struct Method {
 
 /// Returns the rows of `options`: dense once, when 0 is among the sparsities, then for every seed
 /// every estimator with every weighting, selection, rule, error target, code and number of bits at
-/// every other sparsity. Pairs of an estimator and one of these that kvtier does not allow are left
-/// out and named in `left_out`. Throws `kInvalidArgument` for an unknown name, an estimator left
-/// with no weighting, or a setting that kvtier rejects.
+/// every other sparsity, and as `error_rows` says. Pairs of an estimator and one of these that
+/// kvtier does not allow are left out and named in `left_out`. Throws `kInvalidArgument` for an
+/// unknown name, an estimator left with no weighting, or a setting that kvtier rejects.
 [[nodiscard]] std::vector<Method> make_methods(const RetrievalOptions& options,
                                                std::vector<std::string>& left_out);
 
@@ -78,9 +86,9 @@ struct Method {
                                    const std::vector<Method>& methods, std::int64_t tokens);
 
 /// Returns per-call options of a method for queries that follow `context` tokens: k = floor(context
-/// / sparsity) tokens by score, among those between the sink and the last `window` tokens of the
-/// context; those outside, and all after the context, are always attended. `method` must outlive
-/// the result when not dense.
+/// / sparsity) tokens by score, or as many as the error target needs, among those between the sink
+/// and the last `window` tokens of the context; those outside, and all after the context, are
+/// always attended. `method` must outlive the result when not dense.
 [[nodiscard]] AttendOptions attend_options(Method& method, std::int64_t context, int window);
 
 }  // namespace kvtier::llama

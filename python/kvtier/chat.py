@@ -211,6 +211,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         found = getattr(options, name)
         if found is not None and found < least:
             parser().error(f"--{name.replace('_', '-')}: expected at least {least}, found {found}")
+    if options.preset == "dense" and options.k:
+        parser().error(f"--k: expected none with --preset dense, found {options.k}")
     if not (options.model / "config.json").is_file():
         parser().error(f"--model: expected a folder with config.json, found {options.model}")
     try:

@@ -4,13 +4,15 @@
 
 Runs `kvtier replay` over a grid of settings and prints the cheapest whose output error, relative to
 dense attention and averaged over steps, heads and layers, is at most X: the fewest tokens first, then
-the fewest bits. The program `kvtier` is looked for in PATH, or named by --kvtier. A plot needs
+the fewest bits. Settings have a fixed k, or an error target, of which the tokens that it took in the
+mean count. The program `kvtier` is looked for in PATH, or named by --kvtier. A plot needs
 matplotlib."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -23,12 +25,17 @@ from kvtier.model_options import check_folder, interruptible, whole_file
 _SIZES = "32,64,128,256,512,1024,2048"
 _RULES = "top_k,priority"
 _CODES = "sign,scalar"
+_TARGETS = "0.02,0.03,0.045"
+
+#: The exit code where no setting reaches the error.
+_NO_SETTING = 3
 
 
 class Setting(NamedTuple):
     """Settings of a norm-aware selection and what they gave on the trace."""
 
-    k: int
+    #: Tokens selected; with an error target the mean, of each KV head.
+    k: float
     bits: int
     code: str
     rule: str
@@ -39,9 +46,15 @@ class Setting(NamedTuple):
     worst_error: float
     #: Share of the attention that fell on the tokens attended to.
     mass: float
+    #: In place of a fixed k; 0: none.
+    error_target: float = 0.0
+
+    @property
+    def size(self) -> str:
+        return f"e={self.error_target:g}" if self.error_target else f"k={int(self.k)}"
 
     def __str__(self) -> str:
-        return f"k={self.k}, {self.bits} bits, {self.code}, {self.rule}"
+        return f"{self.size}, {self.bits} bits, {self.code}, {self.rule}"
 
 
 def settings_of(report: dict[str, Any]) -> list[Setting]:
@@ -51,10 +64,13 @@ def settings_of(report: dict[str, Any]) -> list[Setting]:
         if row["estimator"] == "exact":
             continue
         worst = max(row["layers"].items(), key=lambda item: float(item[1]["output_error"]))
+        mean = row["mean"]
+        k = row["k"] or mean["selected_rows_per_kv_head"]
         settings.append(
             Setting(
-                *(row["k"], row["bits"], row["code"], row["rule"], row["mean"]["output_error"]),
-                *(worst[0], worst[1]["output_error"], row["mean"]["attention_mass"]),
+                *(k, row["bits"], row["code"], row["rule"], mean["output_error"]),
+                *(worst[0], worst[1]["output_error"], mean["attention_mass"]),
+                0.0 if row["k"] else row["error_target"],
             )
         )
     return settings
@@ -73,14 +89,19 @@ def replay(program: str, trace: Path, options: argparse.Namespace) -> list[Setti
     settings = []
     with tempfile.TemporaryDirectory(prefix="kvtier-tune-") as folder:
         report = Path(folder) / "report.json"
+        sizes = [["--rule", options.rules, "--k", options.k]]
+        if "priority" in options.rules.split(","):
+            for target in filter(None, options.error_targets.split(",")):
+                sizes.append(["--rule", "priority", "--k", "0", "--error-target", target])
         for code in options.codes.split(","):
-            command = [program, "replay", str(trace), "--estimator", "norm_aware", "--code", code]
-            command += ["--rule", options.rules, "--k", options.k, "--steps", str(options.steps)]
-            command += ["--json", str(report)]
-            if options.bits:
-                command += ["--bits", options.bits]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            settings += settings_of(json.loads(report.read_text()))
+            for size in sizes:
+                command = [program, "replay", str(trace), "--estimator", "norm_aware"]
+                command += ["--code", code, *size, "--steps", str(options.steps)]
+                command += ["--json", str(report)]
+                if options.bits:
+                    command += ["--bits", options.bits]
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+                settings += settings_of(json.loads(report.read_text()))
     return settings
 
 
@@ -96,17 +117,25 @@ def plot(settings: Sequence[Setting], error: float, path: Path) -> None:
     rules = sorted({each.rule for each in settings})
     for color, (code, bits) in enumerate(codes):
         for style, rule in zip(("o-", "s--"), rules):
-            own = sorted(each for each in settings if each[1:4] == (bits, code, rule))
+            own = sorted(
+                each
+                for each in settings
+                if each[1:4] == (bits, code, rule) and not each.error_target
+            )
             found = [each.k for each in own], [each.error for each in own]
             size = max(9 - 1.5 * color, 4)  # so that equal lines are all seen
             label = f"{code}, {bits} bits, {rule}"
             axes.plot(*found, style, color=f"C{color}", markersize=size, label=label)
+    targets = [each for each in settings if each.error_target]
+    if targets:
+        found = [each.k for each in targets], [each.error for each in targets]
+        axes.plot(*found, "x", color="black", label="error targets, in the mean")
     axes.axhline(error, color="black", linestyle=":", linewidth=1.5, label=f"wanted: {error:g}")
     best = choose(settings, error)
     if best is not None:
         place = dict(marker="o", markersize=14, fillstyle="none", color="black", linestyle="none")
         axes.plot(best.k, best.error, label="chosen", **place)
-    sizes = sorted({each.k for each in settings})
+    sizes = sorted({each.k for each in settings if not each.error_target})
     axes.set(xscale="log", yscale="log", xlabel="selected tokens", ylabel="relative output error")
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_xticks([], minor=True)
@@ -140,10 +169,22 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--bits", help="bits of a key to try (default: 256)")
     result.add_argument("--codes", default=_CODES, help=f"codes to try (default {_CODES})")
     result.add_argument("--rules", default=_RULES, help=f"rules to try (default {_RULES})")
+    result.add_argument(
+        "--error-targets",
+        default=_TARGETS,
+        help=f"error targets to try with the rule priority, in place of k (default {_TARGETS})",
+    )
     result.add_argument("--steps", type=int, default=16, help="steps to replay (default 16; 0: all)")
     result.add_argument("--plot", type=Path, help="file to write, such as error.svg")
     result.add_argument("--kvtier", help="the program kvtier (default: from PATH)")
     return result
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 @interruptible
@@ -155,6 +196,15 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         parser().error(f"--trace: expected a file, found {options.trace}")
     if any(size.strip() in ("", "0") for size in options.k.split(",")):
         parser().error(f"--k: expected numbers of at least 1, found {options.k}")
+    for option, known in (("codes", _CODES), ("rules", _RULES)):
+        for name in getattr(options, option).split(","):
+            if name not in known.split(","):
+                parser().error(f"--{option}: expected some of {known}, found {name}")
+    for target in filter(None, options.error_targets.split(",")):
+        if not 0.0 < _number(target) < 1.0:
+            parser().error(
+                f"--error-targets: expected numbers above 0 and below 1, found {target}"
+            )
     if options.plot is not None:
         check_plot(options.plot)
     program = shutil.which(options.kvtier or "kvtier")
@@ -169,24 +219,25 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     except (OSError, ValueError, KeyError) as error:
         parser().error(f"--kvtier: expected the program kvtier, found {program}: {error}")
     settings.sort(key=lambda each: (each.k, each.bits, each.error))
-    print("   k  bits  code    rule      error   worst layer     mass")
+    print("size      tokens  bits  code    rule      error   worst layer     mass")
     for each in settings:
         print(
-            f"{each.k:4}  {each.bits:4}  {each.code:6}  {each.rule:8}  {each.error:.4f}  "
-            f"{each.worst_error:.4f} ({each.worst_layer:>3})  {each.mass:.3f}"
+            f"{each.size:8}  {each.k:6.0f}  {each.bits:4}  {each.code:6}  {each.rule:8}  "
+            f"{each.error:.4f}  {each.worst_error:.4f} ({each.worst_layer:>3})  {each.mass:.3f}"
         )
     if options.plot is not None:
         plot(settings, options.error, options.plot)
     best = choose(settings, options.error)
     if best is None:
         least = min(settings, key=lambda each: each.error)
-        print(f"no setting reaches an error of {options.error:g}; nearest: {least}, {least.error:.4f}")
-        return 1
-    print(f"for an error of at most {options.error:g}: {best} ({best.error:.4f})")
+        print(f"no setting reaches an error of {options.error:g}; nearest: {least}, {least.error:.3g}")
+        return _NO_SETTING
+    print(f"for an error of at most {options.error:g}: {best} ({best.error:.3g})")
+    size = f"error_target={best.error_target:g}" if best.error_target else f"top_k={int(best.k)}"
     print(
         "kvtier.RetrievalConfig(estimator=kvtier.Estimator.NORM_AWARE, "
         f"code=kvtier.SketchCode.{best.code.upper()}, rule=kvtier.SelectionRule."
-        f"{best.rule.upper()}, num_planes={best.bits}, top_k={best.k})"
+        f"{best.rule.upper()}, num_planes={best.bits}, {size})"
     )
     return 0
 

@@ -63,18 +63,23 @@ TEST_F(CliTest, AnswersNeedlesThroughKvtier) {
   const std::string logits = (folder_.path() / "logits").string();
 
   ASSERT_EQ(run("eval " + model_ + tasks_ + "--cases n4096.d100 --backend cpu --sparsity 0,33 " +
-                "--estimator norm_aware --json " + json + " --logits " + logits),
+                "--preset default --json " + json + " --logits " + logits),
             0)
       << err();
 
   const auto cases = nlohmann::json::parse(folder_.read("out.json"))["cases"];
-  ASSERT_EQ(cases.size(), 2U);
+  ASSERT_EQ(cases.size(), 3U);
+  EXPECT_TRUE(cases[1]["sparsity"].is_null());
+  EXPECT_EQ(cases[1]["error_target"], 0.03);
+  EXPECT_EQ(cases[2]["sparsity"], 33.0);
   const double stated = metadata_number(TaskFile(file_).at("n4096.d100").metadata, "dense_exact");
   EXPECT_GE(cases[0]["exact"].get<double>(), stated - 1.0 / 32 - 1e-9);
   EXPECT_EQ(cases[0]["rows_attended"].get<double>(), 4096 + 131);
   EXPECT_GE(cases[1]["exact"].get<double>(), stated - 2.0 / 32 - 1e-9);
   EXPECT_LT(cases[1]["kl_answers"].get<double>(), 0.05);
+  EXPECT_LT(cases[2]["kl_answers"].get<double>(), 0.05);
   EXPECT_THAT(out(), HasSubstr("norm_aware, logit"));
+  EXPECT_THAT(out(), HasSubstr(" e=0.03 "));
   EXPECT_EQ(err(), "");
 
   const TaskFile tasks(file_);
@@ -86,9 +91,31 @@ TEST_F(CliTest, AnswersNeedlesThroughKvtier) {
   };
   const std::vector<float> dense = read("n4096.d100.0.0");
   const Scores scores = score_logits(task, task.sequence(0), read("n4096.d100.0.1"), dense);
-  EXPECT_EQ(written.tensors().size(), 2U);
+  EXPECT_EQ(written.tensors().size(), 3U);
   EXPECT_EQ(scores.exact, cases[1]["exact"].get<double>());
   EXPECT_NEAR(scores.kl, cases[1]["kl"].get<double>(), 1e-12);
+}
+
+TEST_F(CliTest, AnswersWithAsManyTokensAsTheErrorNeeds) {
+  ASSERT_EQ(run("eval " + model_ + tasks_ + "--cases n4096.d100 --backend cpu --error-target 0.1"),
+            0)
+      << err();
+  EXPECT_THAT(out(), HasSubstr(" e=0.1 "));
+  for (const char* size : {" 10x ", " 33x ", " 100x "}) {
+    EXPECT_THAT(out(), ::testing::Not(HasSubstr(size)));
+  }
+}
+
+TEST_F(CliTest, FailsWhereStandardOutputCannotBeWritten) {
+  const std::string errors = (folder_.path() / "err").string();
+  for (const std::string& arguments :
+       {std::string("--version"), "generate " + model_ + "--prompt-ids 1 --max-tokens 1"}) {
+    const std::string command =
+        std::string(KVTIER_LLAMA_BINARY) + " " + arguments + " > /dev/full 2> " + errors;
+    const int status = std::system(command.c_str());
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 1) << arguments;
+    EXPECT_EQ(err(), "error: UNAVAILABLE: standard output: cannot be written\n");
+  }
 }
 
 TEST_F(CliTest, ContinuesAPrompt) {
@@ -253,9 +280,9 @@ TEST_F(CliTest, ExplainsUsageErrors) {
       {eval + "--json", "--json: expected a value, found none"},
       {eval + "--backend tpu", "--backend: expected one of auto, cpu, cuda, found tpu"},
       {eval + "--rule top_k,luck", "--rule: expected one of top_k, priority, found luck"},
-      {eval + "--tau 3", "expected --estimator soft_collision with --tau, found none"},
+      {eval + "--tau 3", "expected --estimator soft_collision with --tau, found norm_aware"},
       {generate + "--estimator soft_collision --bits 128",
-       "expected --estimator norm_aware with --bits, found none"},
+       "expected --estimator norm_aware with --bits, found soft_collision"},
       {eval + "--tau warm", "--tau: expected a number, found warm"},
       {eval + "--preset socket --tau 3", "expected --tau or --preset, found both"},
       {generate + "--max-tokens 0", "--max-tokens: expected 1 to 16777216, found 0"},
@@ -304,6 +331,10 @@ TEST_F(CliTest, RefusesOutputsItCannotWriteBeforeTheWork) {
     EXPECT_EQ(run("record " + inputs + "--case n4096.d100 --out " + place), 1);
     EXPECT_THAT(err(), HasSubstr("UNAVAILABLE: --out: " + place + ": cannot be written: "));
   }
+  EXPECT_EQ(run("eval " + inputs + "--cases n4096.d100 --json -"), 1);
+  EXPECT_THAT(err(), HasSubstr("INVALID_ARGUMENT: --json: expected a file, found - (./- for"));
+  EXPECT_EQ(run("bench --random-weights --backend cpu --json -"), 1);
+  EXPECT_THAT(err(), HasSubstr("INVALID_ARGUMENT: --json: expected a file, found - (./- for"));
   const std::string file = folder + "/a.json";
   EXPECT_EQ(run("eval " + inputs + "--cases n4096.d100 --json " + file + " --logits " + file), 1);
   EXPECT_THAT(err(),
@@ -326,7 +357,9 @@ TEST_F(CliTest, ExplainsErrorsOfInputsWithTheirCode) {
   EXPECT_EQ(run("generate " + model_ + "--prompt-ids @/"), 1);
   EXPECT_THAT(err(), HasSubstr("NOT_FOUND: --prompt-ids: expected a readable file, found /\n"));
   EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1,2000"), 1);
-  EXPECT_THAT(err(), HasSubstr("token: expected 0 to 1039, found 2000"));
+  EXPECT_THAT(err(), HasSubstr("--prompt-ids: expected ids of 0 to 1039, found 2000"));
+  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --bits 100"), 1);
+  EXPECT_THAT(err(), HasSubstr("retrieval settings:\n  --bits: expected "));
   EXPECT_EQ(out(), "");
 }
 

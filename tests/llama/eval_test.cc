@@ -210,6 +210,29 @@ TEST_F(EvalTest, KeepsRowsInInt8) {
   EXPECT_LT(narrow.rows[1].kl, model.rows[1].kl + 0.1);
 }
 
+TEST_F(EvalTest, SaysWhichErrorSizesASelection) {
+  options_.retrieval.estimators = {"norm_aware"};
+  options_.retrieval.sparsities = {0};
+  options_.retrieval.error_targets = {1e-4, 0.3};  // of shares of 1e-8: all tokens
+  options_.retrieval.error_rows = ErrorRows::kInstead;
+
+  const EvalResult result = run();
+
+  ASSERT_EQ(result.rows.size(), 3U);
+  EXPECT_LT(result.rows[1].kl, 1e-6);
+  EXPECT_DOUBLE_EQ(result.rows[1].rows_attended, 306.5);
+  EXPECT_LT(result.rows[2].rows_attended, 200.0);
+  std::ostringstream out;
+  print_report(out, read_model_config(folder_.path()), result);
+  EXPECT_THAT(out.str(), HasSubstr(" e=0.0001 "));
+  EXPECT_THAT(out.str(), HasSubstr(" e=0.3 "));
+  write_json(folder_.path() / "out.json", {.model = "m", .command = "c", .threads = 2}, result);
+  const auto rows = nlohmann::json::parse(folder_.read("out.json"))["cases"];
+  EXPECT_EQ(rows[0]["sparsity"], 0.0);
+  EXPECT_TRUE(rows[2]["sparsity"].is_null());
+  EXPECT_EQ(rows[2]["error_target"], 0.3);
+}
+
 TEST_F(EvalTest, RowsDoNotDependOnThoseBefore) {
   options_.retrieval.estimators = {"soft_collision", "norm_aware"};
   options_.retrieval.sparsities = {10};

@@ -5,6 +5,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 namespace kvtier::llama {
 namespace {
 
@@ -132,6 +134,56 @@ TEST(Methods, AreEverySeedAndErrorTarget) {
       << "a sketch for each seed";
 }
 
+TEST(Methods, TakeWhatAnErrorTargetNeedsBesideOrInsteadOfSparsities) {
+  RetrievalOptions options;
+  options.sparsities = {0, 10};
+  options.presets = {"default", "socket"};
+  options.error_rows = ErrorRows::kBeside;
+  std::vector<std::string> left_out;
+
+  const std::vector<Method> presets = make_methods(options, left_out);
+
+  ASSERT_THAT(presets, SizeIs(1 + 2 + 1)) << "the method of the paper has no error target";
+  EXPECT_EQ(presets[1].sparsity, 0.0);
+  EXPECT_EQ(presets[1].retrieval.error_in_force(), RetrievalConfig::kDefaultErrorTarget);
+  EXPECT_EQ(presets[2].sparsity, 10.0);
+  Method method = presets[1];
+  (void)attend_options(method, 8192, 64);
+  EXPECT_EQ(method.retrieval.top_k, 0);
+  EXPECT_EQ(method.retrieval.error_in_force(), RetrievalConfig::kDefaultErrorTarget);
+
+  options.presets.clear();
+  options.rules = {"top_k", "priority"};
+  options.error_targets = {0.02};
+  options.error_rows = ErrorRows::kInstead;
+  const std::vector<Method> targets = make_methods(options, left_out);
+
+  ASSERT_THAT(targets, SizeIs(1 + 1 + 1)) << "top-k has no error target, and so a sparsity";
+  EXPECT_EQ(targets[1].sparsity, 10.0);
+  EXPECT_EQ(targets[2].sparsity, 0.0);
+  EXPECT_EQ(targets[2].retrieval.error_target, 0.02);
+}
+
+TEST(Methods, NameTheOptionThatDoesNotGoWithTheModel) {
+  RetrievalOptions options;
+  options.bits = {100};
+  options.sparsities = {10, 33};
+  ModelConfig model;
+  model.layers = model.query_heads = model.kv_heads = 1;
+  model.head_dim = 128;
+  std::vector<std::string> left_out;
+  const std::vector<Method> methods = make_methods(options, left_out);
+  try {
+    (void)engine_config(model, {}, methods, 1000);
+    ADD_FAILURE() << "expected an error";
+  } catch (const Error& error) {
+    const std::string text = error.what();
+    EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+    EXPECT_THAT(text, ::testing::StartsWith("retrieval settings:\n  --bits: expected "));
+    EXPECT_EQ(std::ranges::count(text, '\n'), 1) << text;
+  }
+}
+
 TEST(Methods, RejectWhatTheyCannotRun) {
   RetrievalOptions options;
 
@@ -151,11 +203,11 @@ TEST(Methods, RejectWhatTheyCannotRun) {
   EXPECT_THAT(error_of(options), HasSubstr("--sparsity: expected 0 (dense)"));
   options.sparsities = {10};
   options.bits = {4096};
-  EXPECT_THAT(error_of(options), HasSubstr("num_planes"));
+  EXPECT_THAT(error_of(options), HasSubstr("--bits: expected 64..1024"));
   options.bits = {256};
   options.rules = {"top_k"};
   options.error_targets = {0.1};
-  EXPECT_THAT(error_of(options), HasSubstr("error_target: expected 0 without the priority rule"));
+  EXPECT_THAT(error_of(options), HasSubstr("--error-target: expected 0 without the priority rule"));
   options.error_targets = {0.0};
   options.rules = {"chance"};
   EXPECT_THAT(error_of(options), HasSubstr("--rule: expected top_k, priority, found chance"));

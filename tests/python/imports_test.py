@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import re
 import subprocess
 import sys
 import tempfile
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
-from server import PATIENCE
+from server import BINARY, PATIENCE
 
+from kvtier.chat import main as chat
 from kvtier.model_options import whole_file
 from kvtier.tune import main as tune
 from kvtier.tune import plot
@@ -109,6 +111,50 @@ class Imports(unittest.TestCase):
                 self.assertIn(
                     f"--kvtier: expected the program kvtier, found {program}: ", err.getvalue()
                 )
+
+    def test_tune_tries_error_targets_too(self) -> None:
+        trace = Path(__file__).resolve().parents[2] / "data/traces/needle-layer2-cut.safetensors"
+        common = ["--trace", str(trace), "--kvtier", BINARY, "--steps", "2", "--codes", "scalar"]
+        common += ["--k", "16"]
+
+        def run(*more: str) -> tuple[int, str]:
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                return tune([*common, *more]), out.getvalue()
+
+        code, out = run("--error", "0.08")
+        self.assertEqual(code, 0, out)
+        self.assertEqual(len(re.findall("^e=0[.]0(?:2|3|45) ", out, re.MULTILINE)), 3, out)
+        self.assertEqual(len(re.findall("^k=16 ", out, re.MULTILINE)), 2, out)
+        self.assertRegex(out, r"at most 0\.08: e=\S+, 256 bits, scalar, priority \(0\.0\d+\)")
+        self.assertRegex(out, r"RetrievalConfig\(.*rule=\S+PRIORITY, num_planes=256, error_target=0")
+        code, out = run("--error", "0.0001", "--error-targets", "0.045")
+        self.assertEqual(code, 3)
+        self.assertRegex(out, r"an error of 0\.0001; nearest: e=0\.045, .*, 0\.0\d{3,4}\n")
+
+    def test_tune_names_its_own_options(self) -> None:
+        for option, found, message in (
+            ("--codes", "foo", "--codes: expected some of sign,scalar, found foo"),
+            ("--rules", "top_k,foo", "--rules: expected some of top_k,priority, found foo"),
+            (
+                "--error-targets",
+                "0.1,1",
+                "--error-targets: expected numbers above 0 and below 1, found 1",
+            ),
+            ("--error-targets", "low", "--error-targets: expected numbers above 0"),
+        ):
+            err = io.StringIO()
+            with contextlib.redirect_stderr(err), self.assertRaises(SystemExit) as ended:
+                tune(["--trace", __file__, option, found])
+            self.assertEqual(ended.exception.code, 2)
+            self.assertIn(message, err.getvalue())
+
+    def test_chat_takes_no_k_with_dense(self) -> None:
+        err = io.StringIO()
+        with contextlib.redirect_stderr(err), self.assertRaises(SystemExit) as ended:
+            chat(["--model", "/no/such/model", "--preset", "dense", "--k", "5"])
+        self.assertEqual(ended.exception.code, 2)
+        self.assertIn("--k: expected none with --preset dense, found 5", err.getvalue())
 
     def test_a_plot_that_cannot_be_written_leaves_the_former_one(self) -> None:
         def savefig(path: Path, **_: Any) -> None:

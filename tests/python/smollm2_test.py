@@ -252,6 +252,9 @@ class CommandsTest(unittest.TestCase):
         self.assertIn("invalid choice: 'bf16' (choose from", err)
         _, err = self.run_main(kvtier.record, "--dtype", "bf16", code=2)
         self.assertIn("invalid choice: 'bf16' (choose from", err)
+        dense = ["--preset", "dense", "--k", "5"]
+        _, err = self.run_main(kvtier.chat, "--model", MODEL, *dense, code=2)
+        self.assertIn("--k: expected none with --preset dense, found 5", err)
         _, err = self.run_main(kvtier.chat, "--model", MODEL, "--k", "-1", code=2)
         self.assertIn("--k: expected at least 0, found -1", err)
         _, err = self.run_main(
@@ -287,15 +290,16 @@ class CommandsTest(unittest.TestCase):
 
         tune = ["--trace", trace, "--kvtier", BINARY, "--steps", 4, "--k", "16,64,256"]
         out, _ = self.run_main(kvtier.tune, *tune, "--error", 0.05)
-        rows = re.findall(r"^ *(\d+) +\d+ +\w+ +\w+ +([\d.]+) ", out, re.MULTILINE)
-        self.assertEqual(len(rows), 3 * 2 * 2)
-        chosen = re.search(r"error of at most 0.05: k=(\d+), .* \(([\d.]+)\)", out)
+        rows = re.findall(r"^([ke]=\S+) +(\d+) +\d+ +\w+ +\w+ +([\d.]+) ", out, re.MULTILINE)
+        self.assertEqual(len(rows), (3 * 2 + 3) * 2)
+        chosen = re.search(r"error of at most 0.05: (\S+), .* \(([\d.]+)\)", out)
         assert chosen is not None, out
-        fewer = [float(error) for k, error in rows if int(k) < int(chosen[1])]
+        tokens = min(int(tokens) for size, tokens, _ in rows if size == chosen[1])
+        fewer = [float(error) for _, found, error in rows if int(found) < tokens]
         self.assertLessEqual(float(chosen[2]), 0.05)
         self.assertTrue(all(error > 0.05 for error in fewer))
-        out, _ = self.run_main(kvtier.tune, *tune, "--error", 1e-6, code=1)
-        self.assertIn("no setting reaches an error of 1e-06; nearest: k=256", out)
+        out, _ = self.run_main(kvtier.tune, *tune, "--error", 1e-6, code=3)
+        self.assertIn("no setting reaches an error of 1e-06; nearest: ", out)
 
         with contextlib.suppress(ImportError):
             import matplotlib  # noqa: F401

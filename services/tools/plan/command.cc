@@ -1,3 +1,6 @@
+#include "kvtier/error.h"
+
+#include "services/console/command_line.h"
 #include "services/console/enum_names.h"
 #include "services/console/options.h"
 #include "services/console/text.h"
@@ -26,7 +29,7 @@ void add_plan(CLI::App& program, PlanCommand& command) {
   CLI::App& app = *program.add_subcommand(
       "plan",
       "Compute the memory of a model at a length, its largest context, and its speed; exit status "
-      "1 where it does not fit");
+      "3 where it does not fit");
   StressOptions& options = command.options;
   options.estimator = Estimator::kNormAware;
   CLI::Option* preset = add_preset(app, options);
@@ -34,13 +37,18 @@ void add_plan(CLI::App& program, PlanCommand& command) {
                  "A config.json of Hugging Face, or its folder; this or --preset is required")
       ->excludes(preset);
   add_size(app, "--tokens", options.tokens,
-           "Tokens of context, for example 64K or 1M (default 64K)");
+           "Tokens of context, for example 64K or 1M (default 64K)")
+      ->check(between(std::int64_t{1024}, std::int64_t{1} << 29));
   add_bytes(app, "--gpu", command.gpu_bytes, "Memory of the GPU, for example 80G")->required();
   add_bytes(app, "--host", command.host_bytes, "Memory of the host for KV (default: any)");
   add_bytes(app, "--weights", command.weight_bytes,
             "Bytes of the weights on the GPU (default: of the files at --model)");
-  app.add_option("--batch", options.batch, "Sequences, decoded together")->capture_default_str();
-  app.add_option("--k", options.top_k, "Rows selected per KV head")->capture_default_str();
+  app.add_option("--batch", options.batch, "Sequences, decoded together")
+      ->check(between(1, 64))
+      ->capture_default_str();
+  app.add_option("--k", options.top_k, "Rows selected per KV head, at most all tokens")
+      ->check(at_least(1))
+      ->capture_default_str();
   app.add_option("--bits", options.bits, "Bits of a key")->capture_default_str();
   add_named(app, "--kv-dtype", kPageFormatNames, options.page_format,
             "Rows in pages: model (bf16) or int8 (default model)");
@@ -55,6 +63,10 @@ void add_plan(CLI::App& program, PlanCommand& command) {
       ->check(between(0.0, 1.0))
       ->capture_default_str();
   app.final_callback([&app, &command] {
+    StressOptions& sized = command.options;
+    if (app.count("--k") == 0) {
+      sized.top_k = static_cast<int>(std::min<std::int64_t>(sized.top_k, sized.tokens));
+    }
     if (app.count("--hits") > 0 && command.calibration.empty()) {
       throw CLI::RequiresError("--hits", "--calibration");
     }
@@ -64,7 +76,9 @@ void add_plan(CLI::App& program, PlanCommand& command) {
   });
 }
 
-int run_plan(const PlanCommand& command, const Console& console) {
+namespace {
+
+int write_plan(const PlanCommand& command, const Console& console) {
   const Plan plan = make_plan(command);
   const StressOptions& options = plan.options;
   const MemoryNeed& need = plan.need;
@@ -75,7 +89,11 @@ int run_plan(const PlanCommand& command, const Console& console) {
       << ", k = " << options.top_k << ", "
       << options.retrieval().sketch(*options.head_dim).num_planes << " bits\n";
   const char* const weights =
-      plan.weights == 0 ? "not counted: no files, no --weights" : "on the GPU";
+      plan.weights_known ? "on the GPU" : "not counted: no files, no --weights";
+  const std::string without = plan.weights_known ? "" : "without weights";
+  const auto joined = [](const std::string& a, const std::string& b) {
+    return a + (a.empty() || b.empty() ? "" : ", ") + b;
+  };
   const char* const backend =
       need.backend == Backend::kCuda ? "on the GPU" : "on the GPU, as of the CPU backend";
   if (plan.windows.layers > 0) {
@@ -96,10 +114,10 @@ int run_plan(const PlanCommand& command, const Console& console) {
       << line("GPU in all",
               bytes(need.device() + plan.weights + plan.row_cache) + " of " +
                   bytes(command.gpu_bytes),
-              verdict(plan.fits_gpu));
+              joined(verdict(plan.fits_gpu), without));
   out << line("largest context",
               plan.largest_tokens == 0 ? "none" : std::to_string(plan.largest_tokens) + " tokens",
-              command.host_bytes ? "" : "with as much host memory as it takes");
+              joined(command.host_bytes ? "" : "with as much host memory as it takes", without));
   if (plan.fetch_seconds) {
     out << line("fetches", format("%.2f ms", *plan.fetch_seconds * 1e3), "a token, over the link");
   }
@@ -107,7 +125,11 @@ int run_plan(const PlanCommand& command, const Console& console) {
     out << line("reads", format("%.2f ms", *plan.read_seconds * 1e3),
                 "a token, weights and sketches of each sequence");
   }
-  const int exit_code = plan.fits_gpu && plan.fits_host ? 0 : 1;
+  const int exit_code = plan.fits_gpu && plan.fits_host ? 0 : kExitNoFit;
+  if (!plan.weights_known && (plan.fetch_seconds || command.device_gb_per_s)) {
+    out << line("speed", "unknown", "without weights: --weights, or their files at --model");
+    return exit_code;
+  }
   if (!plan.fetch_seconds && !plan.read_seconds) return exit_code;
   const double seconds = plan.fetch_seconds.value_or(0.0) + plan.read_seconds.value_or(0.0);
   const bool both = plan.fetch_seconds && plan.read_seconds;
@@ -116,6 +138,19 @@ int run_plan(const PlanCommand& command, const Console& console) {
       (both ? "about " : "at most ") + format("%.1f", 1.0 / std::max(seconds, 1e-9)) + " tokens/s",
       "of one sequence; attention over the fetched rows is not counted");
   return exit_code;
+}
+
+}  // namespace
+
+int run_plan(const PlanCommand& command, const Console& console) {
+  try {
+    return write_plan(command, console);
+  } catch (const Error& error) {
+    // All that can be wrong with these is the value of an option.
+    if (error.code() != ErrorCode::kInvalidArgument && error.code() != ErrorCode::kNotFound) throw;
+    console.err << "error: " << error_code_name(error.code()) << ": " << error.what() << '\n';
+    return kExitUsage;
+  }
 }
 
 }  // namespace kvtier::services

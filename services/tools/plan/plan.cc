@@ -114,6 +114,18 @@ std::size_t row_bytes(const StressOptions& options) {
   return options.page_format == PageFormat::kInt8 ? bytes / 2 + 2 * sizeof(float) : bytes;
 }
 
+std::optional<Calibration> calibration_of(const PlanCommand& command) {
+  if (command.calibration.empty()) return std::nullopt;
+  try {
+    return read_calibration(command.calibration);
+  } catch (const Error& error) {
+    std::string problem = error.what();
+    constexpr std::string_view kSubject = "calibration file: ";
+    if (problem.starts_with(kSubject)) problem.erase(0, kSubject.size());
+    throw Error(error.code(), "--calibration: " + problem);
+  }
+}
+
 }  // namespace
 
 void read_shape(const std::filesystem::path& config, StressOptions& options) {
@@ -183,8 +195,8 @@ Plan make_plan(const PlanCommand& command) {
   plan.weights = command.weight_bytes ? *command.weight_bytes
                  : has_file           ? weight_bytes_beside(config)
                                       : 0;
-  std::optional<Calibration> calibration;
-  if (!command.calibration.empty()) calibration = read_calibration(command.calibration);
+  plan.weights_known = command.weight_bytes || plan.weights > 0;
+  const std::optional<Calibration> calibration = calibration_of(command);
 
   plan.need = memory_need(plan.options);
   plan.fits_gpu = fits_gpu(command, plan.need, plan.weights);
@@ -210,7 +222,7 @@ Plan make_plan(const PlanCommand& command) {
       plan.fetch_seconds = seconds(full_layers, selected) + seconds(plan.windows.layers, in_window);
     }
   }
-  if (command.device_gb_per_s) {
+  if (command.device_gb_per_s && plan.weights_known) {
     const double read = full_layers / *plan.options.layers;
     const double bytes =
         static_cast<double>(plan.weights) + read * static_cast<double>(plan.need.sketches);

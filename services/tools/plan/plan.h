@@ -40,13 +40,14 @@ struct Plan {
   WindowLayers windows;
   MemoryNeed need;
   std::size_t weights = 0;
-  std::size_t row_cache = 0;  ///< What the GPU has left for it, as far as steps have a use for it.
-  bool fits_gpu = false;      ///< Without the row cache, which takes what is left.
+  bool weights_known = false;  ///< Given, or of files; else all below is without weights.
+  std::size_t row_cache = 0;   ///< What the GPU has left for it, as far as steps have a use for it.
+  bool fits_gpu = false;       ///< Without the row cache, which takes what is left.
   bool fits_host = false;
   std::int64_t largest_tokens = 0;  ///< Of one sequence; 0: none fits.
   /// Seconds in which a token's rows cross the link; nothing without a calibration.
   std::optional<double> fetch_seconds;
-  /// In which the GPU reads weights and sketches; nothing without its rate.
+  /// In which the GPU reads weights and sketches; nothing without its rate or the weights.
   std::optional<double> read_seconds;
 };
 
@@ -70,7 +71,11 @@ void read_shape(const std::filesystem::path& config, StressOptions& options);
 /// Adds the subcommand and its options to a program.
 void add_plan(CLI::App& program, PlanCommand& command);
 
-/// Writes a plan as text. Returns 0, or 1 where the model does not fit.
+/// The exit code where the model does not fit.
+inline constexpr int kExitNoFit = 3;
+
+/// Writes a plan as text. Returns 0, `kExitNoFit`, or 2, with the error printed, where an option
+/// has a value that is refused.
 [[nodiscard]] int run_plan(const PlanCommand& command, const Console& console);
 
 }  // namespace kvtier::services

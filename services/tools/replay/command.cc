@@ -105,7 +105,10 @@ void add_replay(CLI::App& program, ReplayCommand& command) {
   app.add_option(
       "--record-ids", command.record_ids,
       "Write the tokens that each step selects to this safetensors file, for one selector");
-  app.final_callback([&app, &grid] { check_estimator_options(app, grid.estimators); });
+  app.final_callback([&app, &grid] {
+    check_estimator_options(app, grid.estimators);
+    grid.error_alone = app.count("--sparsity") + app.count("--k") == 0;
+  });
 }
 
 void run_replay(ReplayCommand& command, const Console& console) {

@@ -3,6 +3,8 @@
 #include "kvtier/engine.h"
 
 #include "include/types/failure.h"
+#include "services/console/enum_names.h"
+#include "services/console/text.h"
 #include "services/evaluation/dense_reference.h"
 #include "services/evaluation/threads.h"
 
@@ -25,14 +27,18 @@ struct Chunk {
 
 /// Returns the number of steps to replay, checked against the trace.
 std::int64_t num_steps(const Trace& trace, const ReplayOptions& options) {
-  const auto expect = [](const char* option, std::int64_t limit, std::int64_t found) {
+  const auto expect = [](const char* option, std::int64_t limit, const std::string& why,
+                         std::int64_t found) {
     if (found >= 0 && found <= limit) return;
-    throw_invalid(option, join("0..", limit), found);
+    throw_invalid(option, join("0..", limit, why), found);
   };
-  expect("steps", trace.steps(), options.steps);
+  expect("--steps", trace.steps(), " (the steps of the trace)", options.steps);
   const std::int64_t steps = options.steps > 0 ? options.steps : trace.steps();
   const std::int64_t last = (steps - 1) * trace.steps() / steps;
-  expect("first step", trace.steps() - 1 - last, options.first_step);
+  expect("--first-step", trace.steps() - 1 - last,
+         options.steps > 0 ? join(" with --steps ", options.steps)
+                           : std::string(" without --steps, which leaves some out"),
+         options.first_step);
   return steps;
 }
 
@@ -72,6 +78,23 @@ std::vector<SketchConfig> needed_sketches(const std::vector<RetrievalConfig>& ro
   return sketches;
 }
 
+/// Throws `kInvalidArgument` for rows that do not go with the shape of the model.
+void check_rows(const ModelConfig& model, const std::vector<RetrievalConfig>& rows) {
+  std::string problems;
+  for (const RetrievalConfig& row : rows) {
+    Config config;
+    config.model = model;
+    config.retrieval = row;
+    for (const std::string& problem : config.validate()) {
+      if (!problem.starts_with("retrieval.")) continue;
+      const std::string line =
+          join("\n  ", name_of(kEstimatorNames, row.estimator), ": ", as_option(problem));
+      if (problems.find(line) == std::string::npos) problems += line;
+    }
+  }
+  if (!problems.empty()) throw Error(ErrorCode::kInvalidArgument, "replay options:" + problems);
+}
+
 Config engine_config(const Trace& trace, const ReplayOptions& options,
                      const std::vector<RetrievalConfig>& rows) {
   Config config;
@@ -84,6 +107,7 @@ Config engine_config(const Trace& trace, const ReplayOptions& options,
   config.backend = options.backend;
   config.log = options.log;
   config.time_stages = true;
+  check_rows(config.model, rows);
   config.retrieval = rows.front();
   config.extra_sketches = needed_sketches(rows, config.model.head_dim);
 

@@ -42,6 +42,7 @@ struct ReplayGrid {
   float tau = 0.4F;
   std::uint64_t seed = 0;
   double error_target = 0.0;  ///< Of the rows with the priority rule.
+  bool error_alone = false;   ///< Whether these have no size: as many tokens as the error takes.
   int coarse_bits = 0;        ///< Of those over a scalar code.
   int candidates = RetrievalConfig{}.candidates;
   int sink = RetrievalConfig{}.sink_tokens;

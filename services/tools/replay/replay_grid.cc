@@ -91,6 +91,10 @@ std::vector<RetrievalConfig> ReplayGrid::expand() const {
     for (const ValueWeighting weighting : weightings) {
       for (RetrievalConfig config : choices(*this, estimator)) {
         config.value_weighting = weighting;
+        if (error_alone && config.error_target != 0.0) {
+          add(config, 0.0, 0);
+          continue;
+        }
         if (top_ks.empty()) {
           for (const double sparsity : sparsities) {
             // A sparsity of 0 would mean "use top_k" to the engine.

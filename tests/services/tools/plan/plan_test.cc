@@ -202,6 +202,7 @@ TEST_F(PlanTest, LayersWithAWindowReadThatAlone) {
   wanted.calibration = write("calibration", to_text(calibration));
   wanted.options.top_k = 4096;
   wanted.device_gb_per_s = 1000.0;
+  wanted.weight_bytes = 0;
   const Plan full = make_plan(wanted);
   const std::string shape = kShape;
   wanted.model = write("windows.json", shape.substr(0, shape.size() - 1) + R"(,
@@ -245,7 +246,7 @@ TEST(MemoryManual, ShowsWhatTheProgramPrints) {
       recorded_trace().parent_path().parent_path().parent_path() / "docs" / "memory.md";
   if (!exists(manual)) GTEST_SKIP() << "no source tree on this machine";
   const std::string text = read_text(manual);
-  const std::string begin = "```sh\nbuild/release/services/kvtier ";
+  const std::string begin = "```sh\nbuild/current/services/kvtier ";
   const std::string between = "\n```\n```\n";
   int examples = 0;
   for (std::size_t at = text.find(begin); at != std::string::npos; at = text.find(begin, at + 1)) {
@@ -268,17 +269,17 @@ TEST_F(PlanTest, SaysWhichMemoryDoesNotFit) {
   const CliResult fits = plan("1G", "1G");
   EXPECT_EQ(fits.code, 0) << fits.err;
   EXPECT_THAT(fits.out, HasSubstr("of 1.0 GiB  host memory: fits\n"));
-  EXPECT_THAT(fits.out, HasSubstr("of 1.0 GiB  fits\n"));
+  EXPECT_THAT(fits.out, HasSubstr("of 1.0 GiB  fits, without weights\n"));
 
   const CliResult host = plan("1G", "1M");
-  EXPECT_EQ(host.code, 1);
+  EXPECT_EQ(host.code, 3);
   EXPECT_THAT(host.out, HasSubstr("of 1.0 MiB  host memory: does not fit\n"));
-  EXPECT_THAT(host.out, HasSubstr("of 1.0 GiB  fits\n"));
+  EXPECT_THAT(host.out, HasSubstr("of 1.0 GiB  fits, without weights\n"));
 
   const CliResult gpu = plan("1M", "1G");
-  EXPECT_EQ(gpu.code, 1);
+  EXPECT_EQ(gpu.code, 3);
   EXPECT_THAT(gpu.out, HasSubstr("of 1.0 GiB  host memory: fits\n"));
-  EXPECT_THAT(gpu.out, HasSubstr("of 1.0 MiB  does not fit\n"));
+  EXPECT_THAT(gpu.out, HasSubstr("of 1.0 MiB  does not fit, without weights\n"));
 }
 
 TEST_F(PlanTest, IsACommand) {
@@ -296,8 +297,61 @@ TEST_F(PlanTest, IsACommand) {
   EXPECT_EQ(size.code, 2);
   EXPECT_THAT(size.err, HasSubstr("--gpu: expected a size such as 64K, found 80 apples"));
   const CliResult k = run_kvtier({"plan", "--model", config, "--gpu", "1G", "--k", "0"});
-  EXPECT_EQ(k.code, 1);
-  EXPECT_THAT(k.err, HasSubstr("INVALID_ARGUMENT: options:\n  k: expected 1"));
+  EXPECT_EQ(k.code, 2);
+  EXPECT_THAT(k.err, HasSubstr("--k: expected a number of at least 1, found 0"));
+}
+
+TEST_F(PlanTest, RefusesValuesOfOptionsWithOneExitCode) {
+  const auto plan = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> all = {"plan", "--model", write("config.json", kShape), "--gpu", "1G"};
+    all.insert(all.end(), more.begin(), more.end());
+    return run_kvtier(all);
+  };
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
+      {{"--batch", "0"}, "error: --batch: expected 1 to 64, found 0\n"},
+      {{"--tokens", "100"}, "error: --tokens: expected 1024 to 536870912, found 100\n"},
+      {{"--k", "128K"}, "--k: expected a number of at least 1, found 128K"},
+      {{"--tokens", "1K", "--k", "2000"}, "k: expected 1..1024, found 2000"},
+      {{"--bits", "100"}, "bits: expected "},
+      {{"--calibration", file("none").string()},
+       "NOT_FOUND: --calibration: expected one that can be read, found "},
+      {{"--hits", "2"}, "--hits: "}};
+  for (const auto& [arguments, message] : cases) {
+    const CliResult result = plan(arguments);
+    EXPECT_EQ(result.code, 2) << message;
+    EXPECT_THAT(result.err, HasSubstr(message));
+    EXPECT_EQ(result.out, "");
+  }
+  EXPECT_EQ(plan({"--tokens", "1K"}).code, 0) << "the default k is above";
+}
+
+TEST_F(PlanTest, PromisesNoSpeedWithoutWeights) {
+  const auto plan = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> all = {"plan",
+                                    "--model",
+                                    write("config.json", kShape),
+                                    "--backend",
+                                    "cpu",
+                                    "--gpu",
+                                    "1G",
+                                    "--host",
+                                    "1G",
+                                    "--device-gbps",
+                                    "1000"};
+    all.insert(all.end(), more.begin(), more.end());
+    return run_kvtier(all).out;
+  };
+  const std::string unknown = plan({});
+  EXPECT_THAT(unknown, HasSubstr("0 B  not counted: no files, no --weights\n"));
+  EXPECT_THAT(unknown, HasSubstr(" fits, without weights\n"));
+  EXPECT_THAT(unknown, HasSubstr(" tokens  without weights\n"));
+  EXPECT_THAT(unknown, HasSubstr("unknown  without weights: --weights, or their files"));
+  EXPECT_THAT(unknown, ::testing::Not(HasSubstr("tokens/s")));
+  for (const std::string& known : {plan({"--weights", "0"}), plan({"--weights", "8M"})}) {
+    EXPECT_THAT(known, HasSubstr("  on the GPU\n"));
+    EXPECT_THAT(known, HasSubstr("tokens/s"));
+    EXPECT_THAT(known, ::testing::Not(HasSubstr("without weights")));
+  }
 }
 
 }  // namespace

@@ -367,17 +367,34 @@ TEST_F(ReplayTest, RejectsStepsThatTheTraceDoesNotHave) {
     try {
       static_cast<void>(replay_values(make_layer({}, 11), options));
     } catch (const Error& error) {
-      return error.code() == ErrorCode::kInvalidArgument;
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+      return std::string(error.what());
     }
-    return false;
+    return std::string();
   };
 
-  EXPECT_TRUE(rejected(6, 0));
-  EXPECT_TRUE(rejected(-1, 0));
-  EXPECT_TRUE(rejected(0, 1));
-  EXPECT_TRUE(rejected(1, 5));
-  EXPECT_TRUE(rejected(1, -1));
-  EXPECT_FALSE(rejected(1, 4));
+  EXPECT_EQ(rejected(6, 0), "--steps: expected 0..5 (the steps of the trace), found 6");
+  EXPECT_THAT(rejected(-1, 0), HasSubstr("--steps: expected 0..5"));
+  EXPECT_EQ(rejected(0, 1),
+            "--first-step: expected 0..0 without --steps, which leaves some out, found 1");
+  EXPECT_EQ(rejected(1, 5), "--first-step: expected 0..4 with --steps 1, found 5");
+  EXPECT_THAT(rejected(1, -1), HasSubstr("--first-step: expected 0..4"));
+  EXPECT_EQ(rejected(1, 4), "");
+}
+
+TEST_F(ReplayTest, NamesTheOptionThatDoesNotGoWithTheTrace) {
+  ReplayOptions options = small_options({Estimator::kNormAware}, Selection::kPerKvHead, 20);
+  options.grid.bits = {100};
+  options.grid.codes = {SketchCode::kScalar};
+  options.grid.rules = {SelectionRule::kTopK, SelectionRule::kPriority};
+  try {
+    static_cast<void>(replay_values(make_layer({}, 12), options));
+    ADD_FAILURE() << "expected an error";
+  } catch (const Error& error) {
+    const std::string text = error.what();
+    EXPECT_THAT(text, ::testing::StartsWith("replay options:\n  norm_aware: bits: expected "));
+    EXPECT_EQ(std::ranges::count(text, '\n'), 1) << text;
+  }
 }
 
 TEST(ReplayGrid, ExpandsEveryCombination) {
@@ -412,6 +429,40 @@ TEST(ReplayGrid, NoNumberIsAnErrorWhereThereIsOne) {
   rows = grid.expand();
   EXPECT_EQ(rows[0].most_selected(5000), 125);
   EXPECT_EQ(rows[1].error_in_force(), 0.1);  // 512 is the most
+}
+
+TEST(ReplayGrid, AnErrorAloneSizesTheRowsThatAimAtIt) {
+  ReplayGrid grid;
+  grid.estimators = {Estimator::kSoftCollision, Estimator::kNormAware};
+  grid.error_target = 0.01;
+  grid.error_alone = true;
+  const std::vector<RetrievalConfig> rows = grid.expand();
+  ASSERT_EQ(rows.size(), 3U + 1U);
+  EXPECT_EQ(rows[2].sparsity, 100.0);  // has no error target
+  EXPECT_EQ(rows[3].sparsity, 0.0);
+  EXPECT_EQ(rows[3].top_k, 0);
+  EXPECT_EQ(rows[3].error_in_force(), 0.01);
+}
+
+TEST(ReplayCommandLine, AnErrorTargetAloneIsTheSize) {
+  if (!exists(recorded_trace())) GTEST_SKIP() << "no source tree on this machine";
+  const auto run = [](std::vector<std::string> more) {
+    std::vector<std::string> all = {"replay",         recorded_trace().string(),
+                                    "--estimator",    "norm_aware",
+                                    "--backend",      "cpu",
+                                    "--steps",        "1",
+                                    "--error-target", "0.05"};
+    all.insert(all.end(), more.begin(), more.end());
+    const CliResult result = run_kvtier(all);
+    EXPECT_EQ(result.code, 0) << result.err;
+    return result.out;
+  };
+  const std::string alone = run({});
+  EXPECT_THAT(alone, HasSubstr(" e=0.05 "));
+  EXPECT_THAT(alone, ::testing::Not(HasSubstr(" 33x ")));
+  const std::string capped = run({"--sparsity", "33"});
+  EXPECT_THAT(capped, HasSubstr(" 33x "));
+  EXPECT_THAT(capped, ::testing::Not(HasSubstr(" e=0.05 ")));
 }
 
 TEST(ReplayGrid, NamesPairsThatDoNotFit) {
