@@ -38,6 +38,9 @@ enum class SelectionPath {
 struct QueryPart {
   int first = 0;
   int count = 0;
+  /// Its first query has the place of this one in the memory by which blocks exchange data: parts
+  /// that run at the same time have different places.
+  int first_place = 0;
 
   KVTIER_HOST_DEVICE [[nodiscard]] bool has(int query_index) const {
     return first <= query_index && query_index < first + count;
@@ -56,9 +59,9 @@ struct SelectionPlan {
   /// Most selected tokens of a query with which it can attend through the row cache, where it is
   /// given `SelectRequest::cached` too; 0: it cannot.
   int cached_rows = 0;
-  /// Whether a batch that is attended so is served in two halves: the rows of one are on the link
-  /// while the sketches of the other are read.
-  bool halves = false;
+  /// Queries of a part of a batch that is attended so, of two parts or more: the rows of one are on
+  /// the link while the sketches of the next are read. 0: it is served whole.
+  int part_queries = 0;
   /// Whether it selects `transfer::num_to_select` tokens of each query, and its last kernel lets
   /// the next one start only after its own wait (transfer/device/launch_cuda.cuh): that one may
   /// read all but the selection and the queries before it waits for it.
@@ -75,8 +78,7 @@ struct SelectionPlan {
 /// What a plan depends on of a CUDA device, from its attributes.
 struct DeviceLimits {
   int processors = 0;
-  int major = 0;  ///< Compute capability.
-  std::int64_t l2_bytes = 0;
+  int major = 0;           ///< Compute capability.
   int block_bytes = 0;     ///< Most shared memory of a block.
   double read_gbps = 0.0;  ///< Of its memory, by clock and width.
 };

@@ -5,6 +5,7 @@
 #include "scoring/two_phase.h"
 #include "transfer/device/with_cuda.h"
 
+#include <algorithm>
 #include <cassert>
 #include <memory>
 
@@ -76,9 +77,9 @@ Selector::Selector(transfer::Device& device, const SelectorLimits& limits)
     if (device.backend() != Backend::kCuda) return;
     exchange_ = cuda::lease_exchange();
     device_ = cuda::device_limits();
-    second_half_ = device.make_stream();
-    second_half_->fill(at_.scratch, 0, cuda::zeroed_bytes(limits_));
-    second_half_->synchronize();
+    aside_ = device.make_stream();
+    aside_->fill(at_.scratch, 0, cuda::zeroed_bytes(limits_));
+    aside_->synchronize();
   }
 }
 
@@ -187,23 +188,21 @@ transfer::SelectionView Selector::select(transfer::Stream& stream, const SelectR
   if constexpr (transfer::kWithCuda) {
     if (stream.native() != nullptr) {
       const int count = request.query_batch.count;
-      const auto serve = [&](const transfer::Stream& on, const QueryPart& part) {
-        cuda::select(on.native(), request, space, recall_params, how, part);
-      };
-      if (!how.halves || request.cached == nullptr || !may_fork(stream, *second_half_)) {
-        serve(stream, {0, count});
-        return space.selection;
-      }
-      const transfer::Event begin = stream.record();
-      serve(stream, {0, count / 2});
-      second_half_->wait(begin);
+      const bool in_parts = how.part_queries > 0 && request.cached != nullptr;
+      const int each = in_parts ? how.part_queries : count;
+      const bool forks = in_parts && may_fork(stream, *aside_);
+      if (forks) aside_->wait(stream.record());
       try {
-        serve(*second_half_, {count / 2, count - count / 2});
+        bool odd = false;
+        for (int first = 0; first < count; first += each, odd = !odd) {
+          cuda::select(odd && forks ? aside_->native() : stream.native(), request, space,
+                       recall_params, how, {first, std::min(each, count - first), odd ? each : 0});
+        }
       } catch (...) {
-        stream.wait(second_half_->record());
+        if (forks) stream.wait(aside_->record());
         throw;
       }
-      stream.wait(second_half_->record());
+      if (forks) stream.wait(aside_->record());
       return space.selection;
     }
   }

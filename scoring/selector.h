@@ -169,7 +169,7 @@ class Selector {
 
   SelectorLimits limits_;
   ExchangeLease exchange_;
-  std::unique_ptr<transfer::Stream> second_half_;  ///< Where that one runs; of CUDA.
+  std::unique_ptr<transfer::Stream> aside_;  ///< Where every second part of a batch runs; of CUDA.
   DeviceLimits device_;
   SelectShape planned_;  // what `plan_` is the plan of
   SelectionPlan plan_;

@@ -42,7 +42,7 @@ namespace cuda {  // `stream` is a cudaStream_t
 [[nodiscard]] std::size_t zeroed_bytes(const SelectorLimits& limits);
 /// A lease of the current device, of as many as leave an SM free (docs/decisions/0013).
 [[nodiscard]] ExchangeLease lease_exchange();
-/// `part`: all queries, or a half of them where the plan says so. Both halves may run at a time.
+/// `part`: all queries, or some of them where the plan says so. Two parts may run at a time.
 void select(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,
             const RecallParams& recall_params, const SelectionPlan& plan, const QueryPart& part);
 void export_missed(void* stream, const SelectRequest& request, const SelectorWorkspace& workspace,

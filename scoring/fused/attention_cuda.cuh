@@ -45,19 +45,17 @@ inline std::int64_t __host__ __device__ fused_part_words(int group) {
   return std::int64_t{group} * (kAttendDim + 2);
 }
 
-/// The first part of a (query, KV head), the same in every launch. Where there are more than
-/// 2^n of these, each has at most kFusedParts / 2^n blocks.
-inline std::int64_t __host__ __device__ first_part(std::int64_t group_index) {
+/// The first part of the (query, KV head) at a place, the same in every launch. Where there are
+/// more than 2^n of these, each has at most kFusedParts / 2^n blocks.
+inline std::int64_t __host__ __device__ first_part(std::int64_t place) {
   constexpr int kOctave = 4;
   constexpr std::int64_t kFirst = 1 << kOctave;
-  if (group_index < kFirst) return group_index * kFusedBlocks;
+  if (place < kFirst) return place * kFusedBlocks;
   int octave = kOctave;
-  while (group_index >> (octave + 1) != 0) ++octave;
+  while (place >> (octave + 1) != 0) ++octave;
   return kFirst * kFusedBlocks + (octave - kOctave) * kFusedParts +
-         (group_index - (std::int64_t{1} << octave)) * (kFusedParts >> octave);
+         (place - (std::int64_t{1} << octave)) * (kFusedParts >> octave);
 }
-
-#if defined(KVTIER_HAS_CLUSTERS)
 
 /// Asks for the page addresses that rows of the group may need.
 __device__ inline void prefetch_pages(const FilterArgs& args, int query_index,
@@ -278,13 +276,13 @@ __device__ inline void count_attended(const FilterArgs& args, const FusedRows& r
 }
 
 /// Attends to the always-attended tokens of a group and those that its blocks have chosen, with
-/// kCached through the row cache. All threads; begins with a barrier, after which `memory` may not
-/// be used for anything else.
+/// kCached through the row cache. `place`: of the (query, KV head), where blocks exchange data. All
+/// threads; begins with a barrier, after which `memory` may not be used for anything else.
 template <typename T, int kHeads, bool kCached>
 __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
                               const FusedAttention& attention, const BlockExchange& peers,
                               const FusedRows& rows, int query_index, int kv_head,
-                              std::int64_t group_index, std::byte* memory) {
+                              std::int64_t place, std::byte* memory) {
   const transfer::KvGeometry& kv = args.request.kv;
   const int group = kv.group;
   auto& shared = *reinterpret_cast<FusedAttentionShared<kHeads>*>(memory);
@@ -300,7 +298,7 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
     count_attended(args, rows, query_index, kv_head);
   }
   const int blocks = static_cast<int>(peers.blocks);
-  const TaggedWord* const ids = posted_ids(args, group_index, attention.id_stride);
+  const TaggedWord* const ids = posted_ids(args, place, attention.id_stride);
   int own = 0;
   if constexpr (kCached) {
     const CachedRows cached(args, attention.cache, peers, rows, query_index, kv_head, ids, tiles,
@@ -316,8 +314,7 @@ __device__ void attend_chosen(const FilterArgs& args, const FusedInput& input,
     attend_share<T, kHeads>(attention, staged, item.query.dtype, group, own, in_place, shared,
                             tiles);
   }
-  TaggedWord* const parts =
-      args.filter.fused_parts + first_part(group_index) * fused_part_words(group);
+  TaggedWord* const parts = args.filter.fused_parts + first_part(place) * fused_part_words(group);
   post_part(group, warps_with(own), peers, parts + peers.rank * fused_part_words(group), shared,
             tiles);
   merge_share(attention.targets.outputs[query_index], group, kv_head, peers, parts);
@@ -328,16 +325,14 @@ template <int kHeads, bool kCached = false>
 __device__ void attend_query(const FilterArgs& args, const FusedInput& input,
                              const FusedAttention& attention, const BlockExchange& peers,
                              const FusedRows& rows, int query_index, int kv_head,
-                             std::int64_t group_index, std::byte* memory) {
+                             std::int64_t place, std::byte* memory) {
   if (args.request.kv.dtype == DType::kFloat16) {
     attend_chosen<__half, kHeads, kCached>(args, input, attention, peers, rows, query_index,
-                                           kv_head, group_index, memory);
+                                           kv_head, place, memory);
   } else {
     attend_chosen<__nv_bfloat16, kHeads, kCached>(args, input, attention, peers, rows, query_index,
-                                                  kv_head, group_index, memory);
+                                                  kv_head, place, memory);
   }
 }
-
-#endif
 
 }  // namespace kvtier::scoring::cuda

@@ -77,63 +77,21 @@ class BlockExchange {
                  "l"(tag | first), "l"(tag | second)
                  : "memory");
   }
-  /// Waits for `count` pairs of words, at most kMost, that lie `stride` words apart; the other
-  /// values are 0. Few wide reads, for those of all blocks meet in L2.
-  template <int kMost>
+  /// Waits for `count` values, at most kMost, that lie `stride` words apart; the others are 0.
+  /// Value: std::uint32_t, or uint2 of a pair of words. Few wide reads, for those of all blocks
+  /// meet in L2.
+  template <int kMost, typename Value>
   __device__ void fetch(const TaggedWord* from, int stride, int count, std::uint32_t stage,
-                        uint2 (&values)[kMost]) const {
-    const std::uint32_t tag = tag_ | stage;
+                        Value (&values)[kMost]) const {
     bool missing = true;
     while (missing) {
       missing = false;
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
-        values[i] = make_uint2(0, 0);
-        if (i >= count) continue;
-        TaggedWord first = 0;
-        TaggedWord second = 0;
-        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-                     : "=l"(first), "=l"(second)
-                     : "l"(__cvta_generic_to_global(from + i * stride))
-                     : "memory");
-        values[i] =
-            make_uint2(static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(second));
-        missing |= first >> 32 != tag || second >> 32 != tag;
+        values[i] = {};
+        if (i < count) missing |= !read(from + i * stride, tag_ | stage, values[i]);
       }
     }
-  }
-  /// The same of single words.
-  template <int kMost>
-  __device__ void fetch_words(const TaggedWord* from, int stride, int count, std::uint32_t stage,
-                              std::uint32_t (&values)[kMost]) const {
-    const std::uint32_t tag = tag_ | stage;
-    bool missing = true;
-    while (missing) {
-      missing = false;
-#pragma unroll
-      for (int i = 0; i < kMost; ++i) {
-        values[i] = 0;
-        if (i >= count) continue;
-        TaggedWord word = 0;
-        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
-                     : "=l"(word)
-                     : "l"(__cvta_generic_to_global(from + i * stride))
-                     : "memory");
-        values[i] = static_cast<std::uint32_t>(word);
-        missing |= word >> 32 != tag;
-      }
-    }
-  }
-  /// Waits for one word.
-  __device__ std::uint32_t fetch_one(const TaggedWord* from, std::uint32_t stage) const {
-    TaggedWord word = 0;
-    do {
-      asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
-                   : "=l"(word)
-                   : "l"(__cvta_generic_to_global(from))
-                   : "memory");
-    } while (word >> 32 != (tag_ | stage));
-    return static_cast<std::uint32_t>(word);
   }
   /// Whether the block is its group's only one, which posts nothing.
   [[nodiscard]] __device__ bool alone() const { return blocks == 1; }
@@ -149,6 +107,27 @@ class BlockExchange {
   unsigned blocks;
 
  private:
+  /// Reads a value. Returns whether it has the tag.
+  __device__ static bool read(const TaggedWord* from, std::uint32_t tag, uint2& value) {
+    TaggedWord first = 0;
+    TaggedWord second = 0;
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(first), "=l"(second)
+                 : "l"(__cvta_generic_to_global(from))
+                 : "memory");
+    value = make_uint2(static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(second));
+    return first >> 32 == tag && second >> 32 == tag;
+  }
+  __device__ static bool read(const TaggedWord* from, std::uint32_t tag, std::uint32_t& value) {
+    TaggedWord word = 0;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
+                 : "=l"(word)
+                 : "l"(__cvta_generic_to_global(from))
+                 : "memory");
+    value = static_cast<std::uint32_t>(word);
+    return word >> 32 == tag;
+  }
+
   std::uint32_t tag_;
 };
 

@@ -42,8 +42,6 @@ inline int rows_listed_in(int bytes) {
   return std::max(bytes - static_cast<int>(sizeof(CachedRowsShared)), 0) / kListedBytes;
 }
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
 /// The sets that a block of a (query, KV head) has.
 struct OwnSets {
   transfer::RowCacheSet* sets = nullptr;  ///< Of the sequence and KV head; null: none.
@@ -76,6 +74,12 @@ struct OwnSets {
   }
   /// Few enough to stay in L1 while the tokens are chosen.
   [[nodiscard]] __device__ bool few() const { return bytes() <= 16 * 1024; }
+  /// Asks for the sets of a block, before it chooses, if they are few.
+  __device__ static void prefetch_few(const FilterArgs& args, const FusedRowCache& cache,
+                                      const BlockExchange& peers, int query_index, int kv_head) {
+    const OwnSets own(args, cache, peers, query_index, kv_head);
+    if (own.few()) own.prefetch();
+  }
 };
 
 /// The block's rows: those listed, then always-attended ones.
@@ -305,7 +309,7 @@ class CachedRows {
         peers.fetch<kIds>(ids + 2 * first, 64, valid, kIdsStage, words);
       } else {
         std::uint32_t tokens[kIds];
-        peers.fetch_words<kIds>(ids + first, 32, valid, kIdsStage, tokens);
+        peers.fetch<kIds>(ids + first, 32, valid, kIdsStage, tokens);
 #pragma unroll
         for (int j = 0; j < kIds; ++j) words[j] = {tokens[j], 0};
       }
@@ -520,7 +524,5 @@ class CachedRows {
   int listed_ = 0;
   unsigned sum_ = 0;  ///< Of which this lane has the number.
 };
-
-#endif
 
 }  // namespace kvtier::scoring::cuda

@@ -48,24 +48,17 @@ __device__ inline std::uint32_t key_of_log(float log) {
 template <int kQuads>
 __device__ __noinline__ std::uint32_t low_key(const uint2* sums, int row, const FusedNorms& norm,
                                               float uniform, const FusedShared& shared) {
-  FusedSum total;
+  const auto value_of = [&](int h) {
+    const float sum = sum_of_row(sums[h / 4 * 32 + h % 4], row);
+    return fmaf(shared.factors[h] * sum, norm.key, norm.log_value) - shared.references[h];
+  };
+  float most = kLowestValue;
+  float sum = 0.0F;
 #pragma unroll 1
-  for (int h = 0; h < 4 * kQuads; ++h) {
-    const float value = fmaf(shared.factors[h] * sum_of_row(sums[h / 4 * 32 + h % 4], row),
-                             norm.key, norm.log_value) -
-                        shared.references[h];
-    if (value > total.most) total.add(value, 1.0F);
-  }
-  // Heads that came before a larger one count too.
-  total.sum = 0.0F;
+  for (int h = 0; h < 4 * kQuads; ++h) most = fmaxf(most, value_of(h));
 #pragma unroll 1
-  for (int h = 0; h < 4 * kQuads; ++h) {
-    const float value = fmaf(shared.factors[h] * sum_of_row(sums[h / 4 * 32 + h % 4], row),
-                             norm.key, norm.log_value) -
-                        shared.references[h];
-    total.sum += exp2_fast(value - total.most);
-  }
-  return key_of_log(total.most + log2_norm(total.sum) - log2_norm(uniform));
+  for (int h = 0; h < 4 * kQuads; ++h) sum += exp2_fast(value_of(h) - most);
+  return key_of_log(most + log2_norm(sum) - log2_norm(uniform));
 }
 
 /// The keys in question: low to high.

@@ -19,16 +19,16 @@ static_assert(sizeof(FusedShared) + sizeof(FusedQueries) <= 10 * 1024);
 /// The same, with room for a block of one of the kernels before, 48 KiB at most, as an append of
 /// few tokens has, and 1 KiB of the system, so that sketches are read while those run.
 inline int roomy_bytes(int block_bytes) { return most_bytes(block_bytes) - 49 * 1024; }
-/// Of the present device.
-inline int most_bytes() {
-  return most_bytes(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
-}
 
-/// Lets the kernel have as much shared memory as any of its launches may want.
+/// Lets the kernel have as much shared memory as there is: its launches, which may be of several
+/// threads, want different amounts.
 template <typename Kernel>
-void allow_shape(Kernel kernel, int bytes) {
-  KVTIER_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+void allow_shape(Kernel kernel) {
+  cudaFuncAttributes of_kernel{};
+  KVTIER_CUDA_CHECK(cudaFuncGetAttributes(&of_kernel, kernel));
+  KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) -
+                                             static_cast<int>(of_kernel.sharedSizeBytes)));
   KVTIER_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                          cudaSharedmemCarveoutMaxShared));
 }

@@ -3,6 +3,7 @@
 #include "attention/warp_attention.cuh"
 #include "scoring/fused/block_exchange_cuda.cuh"
 #include "transfer/device/tensor_core.cuh"
+#include "transfer/kv/int8_cuda.cuh"
 
 #include <cstdint>
 
@@ -12,8 +13,6 @@ namespace kvtier::scoring::cuda {
 
 /// The head dimension that is served.
 using AttendTile = attention::cuda::TileLayout<kAttendDim>;
-
-#if defined(KVTIER_HAS_CLUSTERS)
 
 /// The rows that a group attends, in shared memory.
 struct FusedRows {
@@ -43,9 +42,9 @@ struct FusedRows {
 };
 
 /// Where the blocks of a group post the ids that they have chosen, and biases.
-__device__ inline TaggedWord* posted_ids(const FilterArgs& args, std::int64_t group_index,
+__device__ inline TaggedWord* posted_ids(const FilterArgs& args, std::int64_t place,
                                          std::int64_t stride) {
-  return args.filter.fused_ids + 2 * group_index * stride;
+  return args.filter.fused_ids + 2 * place * stride;
 }
 
 /// Where a row is, and what is added to its logits.
@@ -57,53 +56,7 @@ struct FusedRow {
 /// Bytes of a row of 16-bit elements.
 inline constexpr std::int64_t kRowBytes = 4 * kAttendDim;
 
-/// Finds a row; waits for the block that has chosen it. Divisions are of 32 bits. `biased`: ids are
-/// followed by biases.
-__device__ inline FusedRow row_of(const FusedRows& rows, int entry, const transfer::KvGeometry& kv,
-                                  const transfer::SequenceView& sequence, int kv_head,
-                                  const BlockExchange& peers, const TaggedWord* ids, bool biased) {
-  FusedRow row;
-  int token = rows.static_token(entry);
-  if (entry >= rows.num_static) {
-    if (biased) {
-      uint2 words[1];
-      peers.fetch<1>(ids + 2 * (entry - rows.num_static), 0, 1, kIdsStage, words);
-      token = static_cast<int>(words[0].x);
-      row.bias = __uint_as_float(words[0].y);
-    } else {
-      token = static_cast<int>(peers.fetch_one(ids + (entry - rows.num_static), kIdsStage));
-    }
-  }
-  const auto number = static_cast<unsigned>(token);
-  if (token < kv.sink_capacity) {
-    row.address =
-        sequence.sink_rows + (std::int64_t{kv_head} * kv.sink_capacity + token) * kRowBytes;
-  } else if (kv.recent_capacity > 0 && token >= rows.resident_begin) {
-    const unsigned slot = number % static_cast<unsigned>(kv.recent_capacity);
-    row.address =
-        sequence.recent_rows + (std::int64_t{kv_head} * kv.recent_capacity + slot) * kRowBytes;
-  } else {
-    row.address = sequence.pages[kv.page_of(number)] +
-                  (std::int64_t{kv_head} * kv.page_tokens + kv.row_in_page(number)) * kRowBytes;
-  }
-  return row;
-}
-
-/// A warp starts to copy 16 rows to a tile, a vector a lane: row r from the address of lane `first`
-/// + r, zeros where that is null.
-__device__ inline void copy_rows(std::byte* tile, const std::byte* address, int first) {
-  const unsigned lane = threadIdx.x % 32;
-  const unsigned to = transfer::cuda::shared_address(tile) + lane * 16;
-#pragma unroll 4
-  for (int r = 0; r < attention::cuda::kTileRows; ++r) {
-    const auto from =
-        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(address), first + r);
-    transfer::cuda::copy_async_16(to + static_cast<unsigned>(r * AttendTile::kPitch),
-                                  reinterpret_cast<const std::byte*>(from) + lane * 16, from != 0);
-  }
-}
-
-/// Rows that lie where `row_of` says, of which a block has some in a row.
+/// Rows in device memory, of which a block has some in a row.
 struct RowsInPlace {
   using Row = FusedRow;
   static constexpr bool kArriveOtherwise = false;
@@ -115,16 +68,53 @@ struct RowsInPlace {
   int kv_head;
   const BlockExchange& peers;
   const TaggedWord* ids;
-  bool biased;
+  bool biased;  ///< Ids are followed by biases.
 
-  [[nodiscard]] __device__ Row find(int entry) const {
-    return row_of(rows, first + entry, kv, sequence, kv_head, peers, ids, biased);
+  /// Finds the row of an entry of the block; waits for the one that has chosen it. Divisions are of
+  /// 32 bits.
+  [[nodiscard]] __device__ Row find(int own) const {
+    const int entry = first + own;
+    Row row;
+    int token = rows.static_token(entry);
+    if (entry >= rows.num_static) {
+      const int chosen = entry - rows.num_static;
+      if (biased) {
+        uint2 words[1];
+        peers.fetch<1>(ids + 2 * chosen, 0, 1, kIdsStage, words);
+        token = static_cast<int>(words[0].x);
+        row.bias = __uint_as_float(words[0].y);
+      } else {
+        std::uint32_t word[1];
+        peers.fetch<1>(ids + chosen, 0, 1, kIdsStage, word);
+        token = static_cast<int>(word[0]);
+      }
+    }
+    const auto number = static_cast<unsigned>(token);
+    if (token < kv.sink_capacity) {
+      row.address =
+          sequence.sink_rows + (std::int64_t{kv_head} * kv.sink_capacity + token) * kRowBytes;
+    } else if (kv.recent_capacity > 0 && token >= rows.resident_begin) {
+      const unsigned slot = number % static_cast<unsigned>(kv.recent_capacity);
+      row.address =
+          sequence.recent_rows + (std::int64_t{kv_head} * kv.recent_capacity + slot) * kRowBytes;
+    } else {
+      row.address = sequence.pages[kv.page_of(number)] +
+                    (std::int64_t{kv_head} * kv.page_tokens + kv.row_in_page(number)) * kRowBytes;
+    }
+    return row;
   }
+  /// A warp starts to copy 16 rows to a tile, a vector a lane: row r is that of lane `first_lane` +
+  /// r, zeros where there is none.
   __device__ static void copy(std::byte* tile, const Row& row, int first_lane) {
-    copy_rows(tile, row.address, first_lane);
+    const unsigned lane = threadIdx.x % 32;
+    const unsigned to = transfer::cuda::shared_address(tile) + lane * 16;
+#pragma unroll 4
+    for (int r = 0; r < attention::cuda::kTileRows; ++r) {
+      const std::byte* const from = transfer::cuda::from_lane(row.address, first_lane + r);
+      transfer::cuda::copy_async_16(to + static_cast<unsigned>(r * AttendTile::kPitch),
+                                    from + lane * 16, from != nullptr);
+    }
   }
 };
-
-#endif
 
 }  // namespace kvtier::scoring::cuda

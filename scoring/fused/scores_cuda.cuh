@@ -130,15 +130,10 @@ class FusedRing {
   [[nodiscard]] __device__ bool whole() const { return vectors_.whole(); }
   /// Waits for the next unit: its norms are in their place, and its bits where this returns.
   __device__ FusedUnitBits wait() {
-    switch (stages_) {
-      case 2:
-        transfer::cuda::copy_async_wait<1>();
-        break;
-      case 3:
-        transfer::cuda::copy_async_wait<2>();
-        break;
-      default:
-        transfer::cuda::copy_async_wait<kFusedStages - 1>();
+    if (stages_ == 2) {
+      transfer::cuda::copy_async_wait<1>();
+    } else {
+      transfer::cuda::copy_async_wait<2>();
     }
     __syncwarp();  // the copies of all lanes
     return bits_of(stage_);

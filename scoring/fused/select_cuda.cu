@@ -15,8 +15,6 @@
 namespace kvtier::scoring::cuda {
 namespace {
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
 /// Starts to copy a block's sketches before the wait. Returns the block's share as it was taken.
 template <int kQuads, int kChunks>
 __device__ FusedShare start_early(const FilterArgs& args, const FusedShape& shape, int query_index,
@@ -81,8 +79,6 @@ __device__ void score_share(const FilterArgs& args, const FusedShape& shape, con
   }
 }
 
-#endif
-
 // `shape.blocks` blocks per (query, KV head), a group, have runs of neighbouring units. Dynamic
 // shared memory: norms of the block's tokens, which become keys, their sums, the ring. The blocks
 // exchange projections of the queries, parts of the normalisers, counts by bins, keys of the last
@@ -126,8 +122,7 @@ __global__ __launch_bounds__(kFusedThreads,
     if (threadIdx.x == 0) rows.fill(args, query_index, work.plan.k);
     prefetch_pages(args, query_index, work.plan.end);
     if constexpr (kCached) {
-      const OwnSets own(args, attention.cache, peers, query_index, kv_head);
-      if (own.few()) own.prefetch();
+      OwnSets::prefetch_few(args, attention.cache, peers, query_index, kv_head);
     }
   }
   if (!work.empty()) {  // as all of the group
@@ -267,7 +262,7 @@ void enqueue_fused(cudaStream_t stream, const FilterArgs& args, const SelectionP
   const FusedAttention attention = fused_attention(args, bytes);
   const SelectKernel kernel =
       request.cached != nullptr ? fused_kernel<true>(request) : fused_kernel<false>(request);
-  allow_shape(kernel, most_bytes());
+  allow_shape(kernel);
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(request.query_batch.count));
   FusedShape shape = fused_shape(args, input, plan);

@@ -80,12 +80,11 @@ inline int __host__ __device__ fused_quads(int group) {
 struct FusedShape {
   unsigned blocks;  ///< That share a (query, KV head).
   int capacity;     ///< Tokens of a block, whole units.
-  int stages;       ///< Units that a warp has under way: 2 to kFusedStages.
+  int stages;       ///< Units that a warp has under way: 2 or 3.
   bool early;       ///< Whether sketches may be read before the wait.
   int sums = 0;     ///< Where these are in shared memory (`FusedLayout`),
   int spare = 0;    ///< and the bytes of a warp behind them.
 };
-inline constexpr int kFusedStages = 4;
 
 /// What a score needs of a token beside its bits.
 struct alignas(8) FusedNorms {

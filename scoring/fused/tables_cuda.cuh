@@ -47,69 +47,34 @@ __host__ __device__ inline int projections_of(const ScoreParams& params, int chu
   return params.code_bits > 0 ? params.projections : chunks * hashing::kChunkBits;
 }
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
-using transfer::cuda::HeadSource;
 using transfer::cuda::kPiece;
 
-/// The group's queries on their way to shared memory, a piece per thread.
-class FusedHeads {
- public:
-  /// Starts to read them; no kernel may write them any more, or read `input.queries`.
-  __device__ FusedHeads(const FilterArgs& args, const FusedInput& input, int query_index,
-                        int kv_head)
-      : input_(input),
-        query_index_(query_index),
-        first_head_(kv_head * args.request.kv.group),
-        query_heads_(args.request.kv.query_heads()),
-        pieces_(args.request.planes.head_dim / kPiece) {
-    static_assert(FusedTables::kMostQueries / kPiece <= kFusedThreads);
-    if (head() < args.request.kv.group) {
-      const transfer::QueryItem& item = input.items[query_index];
-      source_ = transfer::cuda::head_source(item.query, item.token, first_head_ + head());
-      raw_ = transfer::cuda::load_piece(source_, piece());
-    }
-  }
-  /// A barrier must follow. One block of the group writes them to memory too, and counts NaN or
-  /// infinity unless the row has been counted.
-  __device__ void store(FusedTables& tables, const FilterArgs& args,
-                        const BlockExchange& peers) const {
-    if (source_.data == nullptr) return;
-    float x[kPiece];
-    transfer::cuda::to_floats(raw_, source_.dtype, x);
-    transfer::cuda::store_floats(
-        tables.queries + head() * FusedTables::query_pitch(pieces_ * kPiece) + piece() * kPiece, x);
-    if (peers.rank != 0 || input_.queries == nullptr) return;
-    const std::int64_t at = std::int64_t{query_index_} * query_heads_ + first_head_ + head();
-    transfer::cuda::store_floats(input_.queries + (at * pieces_ + piece()) * kPiece, x);
-    bool bad = false;
-    for (const float value : x) bad |= !isfinite(value);
-    const transfer::QueryItem& item = input_.items[query_index_];
-    if (!bad || item.flags == nullptr) return;
-    Mailbox& of_query =
-        args.filter.mailboxes[std::int64_t{query_index_} * args.request.kv.kv_heads];
-    const std::uint32_t epoch = peers.epoch();
-    if (atomicExch(&of_query.bad_epoch, epoch) != epoch) {
-      transfer::cuda::raise_nonfinite(item);
-    }
-  }
-
- private:
-  [[nodiscard]] __device__ int head() const {
-    return small_quotient(static_cast<int>(threadIdx.x), pieces_);
-  }
-  [[nodiscard]] __device__ int piece() const {
-    return static_cast<int>(threadIdx.x) - head() * pieces_;
-  }
-
-  const FusedInput& input_;
-  int query_index_;
-  int first_head_;
-  int query_heads_;
-  int pieces_;
-  HeadSource source_{};
-  transfer::cuda::RawPiece raw_{};
-};
+/// Brings the group's heads to shared memory, a piece per thread; no kernel may write them any
+/// more, or read `input.queries`. A barrier must follow. One block of the group writes them to
+/// memory too, and counts NaN or infinity unless the row has been counted.
+__device__ inline void load_heads(const FilterArgs& args, const FusedInput& input, int query_index,
+                                  int kv_head, const BlockExchange& peers, FusedTables& tables) {
+  static_assert(FusedTables::kMostQueries / kPiece <= kFusedThreads);
+  const transfer::KvGeometry& kv = args.request.kv;
+  const int pieces = args.request.planes.head_dim / kPiece;
+  const int head = small_quotient(static_cast<int>(threadIdx.x), pieces);
+  const int piece = static_cast<int>(threadIdx.x) - head * pieces;
+  if (head >= kv.group) return;
+  const transfer::QueryItem& item = input.items[query_index];
+  float x[kPiece];
+  transfer::cuda::load_floats(item, kv_head * kv.group + head, piece, x);
+  transfer::cuda::store_floats(
+      tables.queries + head * FusedTables::query_pitch(pieces * kPiece) + piece * kPiece, x);
+  if (peers.rank != 0 || input.queries == nullptr) return;
+  const std::int64_t at = std::int64_t{query_index} * kv.query_heads() + kv_head * kv.group + head;
+  transfer::cuda::store_floats(input.queries + (at * pieces + piece) * kPiece, x);
+  bool bad = false;
+  for (const float value : x) bad |= !isfinite(value);
+  if (!bad || item.flags == nullptr) return;
+  Mailbox& of_query = args.filter.mailboxes[std::int64_t{query_index} * kv.kv_heads];
+  const std::uint32_t epoch = peers.epoch();
+  if (atomicExch(&of_query.bad_epoch, epoch) != epoch) transfer::cuda::raise_nonfinite(item);
+}
 
 /// The block's share of all planes, at least one where there are no more blocks than planes: each
 /// block must post, for the epoch goes on when all have (`BlockExchange`), and one that starts late
@@ -176,8 +141,7 @@ __device__ inline int bring_heads(const FilterArgs& args, const FusedInput& inpu
         planes.bf16 + (present ? std::int64_t{plane} * dim + piece * kPiece : 0), present);
   }
   transfer::cuda::copy_async_commit();
-  const FusedHeads heads(args, input, query_index, kv_head);
-  heads.store(tables, args, peers);
+  load_heads(args, input, query_index, kv_head, peers, tables);
   transfer::cuda::copy_async_wait<0>();
   asm volatile("bar.sync 1, %0;" ::"r"(share.workers) : "memory");  // heads and planes are there
   return staged;
@@ -302,7 +266,5 @@ __device__ inline void fetch_weights(const FilterArgs& args, int chunks, const B
   }
   __syncthreads();  // columns and factors are there, and no thread needs the projections any more
 }
-
-#endif
 
 }  // namespace kvtier::scoring::cuda

@@ -2,6 +2,9 @@
 #include "scoring/plan/paths_cuda.cuh"
 #include "scoring/stream/stream_cuda.h"
 
+#include <algorithm>
+#include <cstdint>
+
 namespace kvtier::scoring::cuda {
 namespace {
 
@@ -9,18 +12,33 @@ namespace {
 /// the row cache.
 void plan_attention(const SelectShape& shape, const DeviceLimits& device, SelectionPlan& plan) {
   const std::int64_t groups = std::int64_t{shape.kv_heads} * shape.num_queries;
-  if (shape.head_dim != kAttendDim || groups * plan.blocks > kFusedParts) return;
+  if (shape.head_dim != kAttendDim || std::min(groups, kCachedGroups) * plan.blocks > kFusedParts) {
+    return;
+  }
+  const std::int64_t selected = max_per_query(shape.params, shape.max_length);
+  const std::int64_t rows =
+      std::min(shape.max_length, shape.rule.sink_tokens + shape.rule.recent_tokens + selected);
+  if (rows > kMostAttended) return;
   plan.attends = !shape.int8_rows && groups <= kAttendedGroups;
-  const bool two_phases = shape.params.coarse_bits > 0;
-  if (shape.params.estimator == Estimator::kNormAware && !two_phases && groups <= kCachedGroups) {
+  if (shape.params.estimator != Estimator::kNormAware || shape.params.coarse_bits > 0) return;
+  const bool whole = groups <= kCachedGroups;
+  // Missing rows take longer than the sketches: a row as long as some 64 to 140 of these.
+  constexpr std::int64_t kTokensOfRow = 96;
+  constexpr int kFewest = 3;  // two sequences take 5 us more in halves
+  // Half of the SMs read the sketches of a part at least.
+  const bool room = device.processors * 3 / 2 <= kMostStreamBlocks;
+  if (plan.path == SelectionPath::kStream && room && shape.num_queries >= kFewest &&
+      (!whole || shape.max_length <= kTokensOfRow * selected)) {
+    // Half of the SMs choose.
+    const std::int64_t blocks = 2 * groups * plan.blocks;
+    const std::int64_t parts =
+        std::max<std::int64_t>((blocks + device.processors - 1) / device.processors, 2);
+    const auto each = static_cast<int>((shape.num_queries + parts - 1) / parts);
+    const auto most = static_cast<int>(kCachedGroups / 2 / shape.kv_heads);
+    plan.part_queries = whole ? each : std::min(each, most);
+  }
+  if (whole || plan.part_queries > 0) {
     plan.cached_rows = most_listed(device.block_bytes, shape.group);
-    // Missing rows take longer than the sketches: a row as long as some 64 to 140 of these.
-    constexpr std::int64_t kTokensOfRow = 96;
-    constexpr int kFewest = 3;  // two sequences take 5 us more in halves
-    // Half of the SMs read the sketches of the second half at least.
-    const bool room = device.processors * 3 / 2 <= kMostStreamBlocks;
-    plan.halves = plan.path == SelectionPath::kStream && shape.num_queries >= kFewest && room &&
-                  shape.max_length <= kTokensOfRow * max_per_query(shape.params, shape.max_length);
   }
 }
 
@@ -69,7 +87,7 @@ FilterArgs path_args(const Stage& stage, const RecallParams& recall_params) {
           .values = workspace.scores,
           .selection = workspace.selection,
           .max_tokens = workspace.limits.max_tokens,
-          .part = {.count = stage.request.query_batch.count}};
+          .part = {}};
 }
 
 void enqueue_path(const Stage& stage, const SelectionPlan& plan, const QueryPart& part,

@@ -29,9 +29,12 @@ inline constexpr int kAttendDim = 128;
 /// Most (query, KV head) pairs of such a selection: more are balanced better by a kernel that
 /// shares out all of their rows.
 inline constexpr std::int64_t kAttendedGroups = 16;
-/// The same through the row cache, where the link takes longer than an uneven share.
+/// The same through the row cache, where the link takes longer than an uneven share. Of more, a
+/// part of the batch has half as many.
 inline constexpr std::int64_t kCachedGroups = 128;
-/// Most tokens that a query selects for that.
+/// Most rows that a query attends to so: they are shared out by `small_quotient`.
+inline constexpr std::int64_t kMostAttended = 1 << 19;
+/// Most tokens that a query selects for attention through the row cache.
 inline constexpr std::int64_t kMostCachedRows = 8192;
 /// Most query heads of a KV head that the stream of keys attends, or has recall targets of.
 inline constexpr int kFusedHeads = 8;
@@ -69,6 +72,11 @@ struct FilterArgs {
   std::int64_t max_tokens;
   QueryPart part;       ///< The queries of the launch, by a stream of keys,
   int first_block = 0;  ///< and the number of its pass's first block.
+
+  /// Where the blocks of a (query, KV head) exchange data.
+  KVTIER_HOST_DEVICE [[nodiscard]] std::int64_t place_of(std::int64_t group_index) const {
+    return group_index + std::int64_t{part.first_place - part.first} * request.kv.kv_heads;
+  }
 };
 
 /// Whether the heads of a group share a set.

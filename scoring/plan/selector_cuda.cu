@@ -135,7 +135,6 @@ int device_attribute(cudaDeviceAttr attribute) {
 DeviceLimits device_limits() {
   return {.processors = device_attribute(cudaDevAttrMultiProcessorCount),
           .major = device_attribute(cudaDevAttrComputeCapabilityMajor),
-          .l2_bytes = device_attribute(cudaDevAttrL2CacheSize),
           .block_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
           // Two transfers a clock, of kHz and bits.
           .read_gbps = 2.0 * device_attribute(cudaDevAttrMemoryClockRate) *
@@ -187,7 +186,7 @@ Scratch scratch_layout(const SelectorLimits& limits, std::byte* base, std::size_
 ExchangeLease lease_exchange() {
   int device = 0;
   KVTIER_CUDA_CHECK(cudaGetDevice(&device));
-  // Blocks of a launch, or of two launches: those of a batch in halves.
+  // Blocks of a launch, or of two launches: those of two parts of a batch.
   constexpr int kMostWaiting = static_cast<int>(kFusedBlocks) - 1;
   static_assert(2 * (kChoiceBlocks - 1) <= kMostWaiting);
   return {device, (device_attribute(cudaDevAttrMultiProcessorCount) - 1) / kMostWaiting};

@@ -80,14 +80,12 @@ struct SetSearch {
 
   const FusedWork& work;
   const float* values;  // of the block's tokens
-  int group;
+  int group;            // heads, and so sets
   unsigned rank;
   unsigned blocks;
   SetExchange& exchange;
   SetShared& shared;
   std::uint8_t* masks;  // of the block's tokens: the sets that chose it
-
-  [[nodiscard]] __device__ int sets() const { return group; }
 
   [[nodiscard]] __device__ const float* values_of(int token) const {
     return values + std::int64_t{token} * group;
@@ -167,7 +165,7 @@ struct SetSearch {
         first_warp + lane < warp && lane < kThreadsPerSet / 32 ? shared.scan[first_warp + lane] : 0;
     const std::uint32_t before = __reduce_add_sync(kFullWarp, of_lane) + through - count;
     SetWindow& window = shared.windows[set];
-    const bool mine = static_cast<int>(set) < sets() && window.state == state &&
+    const bool mine = static_cast<int>(set) < group && window.state == state &&
                       before < window.wanted && before + count >= window.wanted;
     shared.bins[threadIdx.x] = 0;
     __syncthreads();  // all have seen the window
@@ -215,7 +213,7 @@ struct SetSearch {
     for_tokens([&](int, const std::uint32_t(&of)[kSets]) {
 #pragma unroll
       for (int set = 0; set < kSets; ++set) {
-        if (set < sets()) atomicAdd(&shared.bins[set * kBins + first_bin(of[set])], 1U);
+        if (set < group) atomicAdd(&shared.bins[set * kBins + first_bin(of[set])], 1U);
       }
     });
     cluster_wait();  // the blocks have begun, and their inboxes are open
@@ -223,7 +221,7 @@ struct SetSearch {
 #pragma unroll 1
     for (std::uint32_t round = 1;; ++round) {
       bool open = false;
-      for (int set = 0; set < sets(); ++set) {
+      for (int set = 0; set < group; ++set) {
         open = open || shared.windows[set].state == SetWindow::kSearch;
       }
       if (!open) return;
@@ -231,7 +229,7 @@ struct SetSearch {
       for_tokens([&](int, const std::uint32_t(&of)[kSets]) {
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
-          if (set >= sets()) break;
+          if (set >= group) break;
           const SetWindow& window = shared.windows[set];
           if (window.state != SetWindow::kSearch || !window.has(of[set])) continue;
           atomicAdd(
@@ -261,7 +259,7 @@ struct SetSearch {
       const SetWindow& window = shared.windows[set];
       cut[set] = window.state == SetWindow::kAll ? window.low - 1 : window.high;
       least[set] = window.state == SetWindow::kCompare ? window.low : cut[set] + 1;
-      if (set >= sets()) least[set] = 0xFFFFFFFFU;
+      if (set >= group) least[set] = 0xFFFFFFFFU;
     }
     for_tokens([&](int token, const std::uint32_t(&of)[kSets]) {
       bool any = false;
@@ -293,7 +291,7 @@ struct SetSearch {
     std::uint32_t vectors = 0;
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
-      const bool has = set < sets() && shared.windows[set].state == SetWindow::kCompare;
+      const bool has = set < group && shared.windows[set].state == SetWindow::kCompare;
       listed[set] = has ? shared.windows[set].most : 0;
       vectors += (listed[set] + 3) / 4;
     }
@@ -366,7 +364,7 @@ struct SetSearch {
   /// Adds the first tokens of the windows that hold equal ones. All threads.
   __device__ void take_ties() const {
 #pragma unroll 1
-    for (int set = 0; set < sets(); ++set) {
+    for (int set = 0; set < group; ++set) {
       const SetWindow window = shared.windows[set];
       if (window.state != SetWindow::kTies) continue;
       std::uint32_t seen = window.before;

@@ -22,8 +22,6 @@ struct CollisionShape {
   bool early;       ///< Whether sketches may be read before the wait.
 };
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
 /// Writes the lane's values, of `heads` heads.
 template <int kHeads>
 __device__ void put_values(float* to, int heads, const float (&values)[kHeads]) {
@@ -38,8 +36,6 @@ __device__ void put_values(float* to, int heads, const float (&values)[kHeads]) 
     if (h < heads) to[h] = values[h];
   }
 }
-
-#endif
 
 // `parts` blocks per (query, KV head), each with a run of the query's units. Dynamic shared memory:
 // half pairs. Values go to `args.values`, `[token][group]`, and the parts of the normalisers to

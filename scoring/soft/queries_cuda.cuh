@@ -18,8 +18,6 @@ struct CollisionTables {
   alignas(16) float2 chances[kPairHeads][kP10L60Bits];  ///< Of a clear bit and of a set one.
 };
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
 /// Projects the group's heads onto the block's share of the planes and posts their chances. The
 /// workers.
 __device__ inline void post_chances(const FilterArgs& args, const FusedInput& input,
@@ -111,7 +109,5 @@ __device__ void make_pairs(const CollisionTables& tables, std::uint32_t* pairs) 
   }
   __syncthreads();
 }
-
-#endif
 
 }  // namespace kvtier::scoring::cuda

@@ -32,8 +32,6 @@ constexpr int __host__ __device__ table_bytes(int heads) {
                                                           : pairs;
 }
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
 /// Makes the tables of the group's heads while an append is under way, and reads the first sketches
 /// as soon as it may; ends with that append. Returns the share that has been started.
 template <int kHeads>
@@ -167,8 +165,6 @@ __device__ void write_keys(const FusedWork& work, int group, const float* values
   }
 }
 
-#endif
-
 // `shape.blocks` blocks per (query, KV head), a group, have runs of neighbouring units. Dynamic
 // shared memory: half pairs, in the place of which blocks later exchange what they have; values of
 // the block's tokens, which become keys, and before what the tables are made from. The blocks
@@ -273,7 +269,7 @@ void enqueue_soft(cudaStream_t stream, const FilterArgs& args, const SelectionPl
   const FusedInput input = fused_input(request);
   int bytes = plan.bytes;
   const FusedAttention attention = fused_attention(args, bytes);
-  allow_shape(kernel, most_bytes());
+  allow_shape(kernel);
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(request.query_batch.count));
   transfer::cuda::launch_overlapping(stream, kernel, grid, kFusedThreads,

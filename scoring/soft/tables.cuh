@@ -108,45 +108,22 @@ __device__ __forceinline__ std::uint32_t word_at(const std::uint32_t* table, std
 struct P10L60Code {
   static constexpr int kChunks = 5;
   std::uint32_t words[kChunks * kWordsPerChunk];
-
-  P10L60Code() = default;
-  /// `chunks[c * stride]` are the token's.
-  __device__ __forceinline__ P10L60Code(const uint4* chunks, int stride) {
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const uint4 four = chunks[chunk * stride];
-      words[chunk * kWordsPerChunk] = four.x;
-      words[chunk * kWordsPerChunk + 1] = four.y;
-      words[chunk * kWordsPerChunk + 2] = four.z;
-      words[chunk * kWordsPerChunk + 3] = four.w;
-    }
-  }
-  [[nodiscard]] __device__ __forceinline__ uint4 chunk(int i) const {
-    const std::uint32_t* four = words + i * kWordsPerChunk;
-    return make_uint4(four[0], four[1], four[2], four[3]);
-  }
 };
 
 /// `P10L60Code` from device memory, of which nothing is read twice. Chunks of more than two are a
 /// block apart.
 __device__ __forceinline__ P10L60Code read_p10_l60(const uint4* chunks) {
-  uint4 four[P10L60Code::kChunks];
+  P10L60Code code;
 #pragma unroll
   for (int chunk = 0; chunk < P10L60Code::kChunks; ++chunk) {
-    four[chunk] = __ldcs(chunks + chunk * hashing::kBlockTokens);
+    const uint4 four = __ldcs(chunks + chunk * hashing::kBlockTokens);
+    std::uint32_t* const words = code.words + chunk * kWordsPerChunk;
+    words[0] = four.x;
+    words[1] = four.y;
+    words[2] = four.z;
+    words[3] = four.w;
   }
-  return P10L60Code(four, 1);
-}
-
-/// Calls `visit(table, high, low)` for the tables in their order, with the offsets of their
-/// entries.
-template <typename Visit>
-__device__ __forceinline__ void walk_p10_l60(const P10L60Code& code, Visit&& visit) {
-#pragma unroll
-  for (int table = 0; table < kP10L60Tables; ++table) {
-    visit(table, entry_offset(code.words, table * kP10L60Planes),
-          entry_offset(code.words, table * kP10L60Planes + 5));
-  }
+  return code;
 }
 
 /// Adds up the collisions of one token with an even number of heads, times `kPairScale` squared.
@@ -159,7 +136,10 @@ __device__ __forceinline__ void p10_l60_sums(const std::uint32_t* pairs, const P
   __half2 runs[kHeads / 2];
 #pragma unroll
   for (float& sum : sums) sum = 0.0F;
-  walk_p10_l60(code, [&](int table, std::uint32_t high, std::uint32_t low) {
+#pragma unroll
+  for (int table = 0; table < kP10L60Tables; ++table) {
+    const std::uint32_t high = entry_offset(code.words, table * kP10L60Planes);
+    const std::uint32_t low = entry_offset(code.words, table * kP10L60Planes + 5);
 #pragma unroll
     for (int pair = 0; pair < kHeads / 2; ++pair) {
       const std::uint32_t* row = pairs + pair * kEntries;
@@ -172,7 +152,7 @@ __device__ __forceinline__ void p10_l60_sums(const std::uint32_t* pairs, const P
         sums[pair * 2 + 1] += run.y;
       }
     }
-  });
+  }
 }
 
 }  // namespace kvtier::scoring::cuda

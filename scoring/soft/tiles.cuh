@@ -50,8 +50,6 @@ class SumWeigher {
   bool weighted_;
 };
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
 /// Sums of the warps of a block, of each head.
 template <int kHeads>
 using WarpTotals = float[kFusedWarps][kHeads];
@@ -131,7 +129,5 @@ class TileReader {
   P10L60Code code_;
   std::uint16_t norm_ = 0;
 };
-
-#endif
 
 }  // namespace kvtier::scoring::cuda

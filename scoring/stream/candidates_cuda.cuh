@@ -54,26 +54,6 @@ struct RecallShared {
   std::uint64_t of_bin;
 };
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
-/// What tokens are ordered by: their approximate keys or, where these are priorities and kByScore,
-/// those of their scores, which are at most two steps lower than the exact ones.
-template <bool kByScore>
-struct KeyOrder {
-  std::uint32_t set;  ///< Of the priorities,
-  bool prioritised;   ///< if there are some.
-
-  __device__ KeyOrder(const ScoreParams& params, int kv_head)
-      : set(priority_key(params, kv_head)), prioritised(params.rule == SelectionRule::kPriority) {}
-  __device__ int of(unsigned key, int token) const {
-    if constexpr (!kByScore) return static_cast<int>(key);
-    if (!prioritised || key == 0) return static_cast<int>(key);
-    const float log_uniform = log2_norm(priority_uniform(set, static_cast<std::uint32_t>(token)));
-    const float steps = floorf(fmaf(log_uniform, ShareKeys::kSteps, static_cast<float>(key)));
-    return max(static_cast<int>(steps), 1);
-  }
-};
-
 /// The approximate keys of a block's tokens, in vectors of eight, of which a warp has neighbours.
 /// The first ones of a thread are under way when it is made.
 class ApproximateKeys {
@@ -141,11 +121,11 @@ __device__ inline void prefetch_blocks(const FusedWork& work) {
   }
 }
 
-/// Lists the tokens that `order` gives at least `least`. All threads; begins and ends with a
-/// barrier.
+/// Lists the tokens with approximate keys of at least `least` or, where these are of priorities and
+/// kByScore, with such keys of their scores, which are at most two steps lower than the exact ones.
+/// All threads; begins and ends with a barrier.
 template <bool kByScore>
 __device__ Candidates list_candidates(const FilterArgs& args, const FusedWork& work,
-                                      const KeyOrder<kByScore>& order,
                                       const ApproximateKeys& approximate, int least,
                                       ChoiceMemory& memory, FusedShared& shared) {
   constexpr int kOfWord = ApproximateKeys::kOfWord;
@@ -154,6 +134,17 @@ __device__ Candidates list_candidates(const FilterArgs& args, const FusedWork& w
   // A bit per token, of vectors whose bits have room in the place of the keys.
   auto* const kept = reinterpret_cast<std::uint8_t*>(memory.keys);
   constexpr int kKept = sizeof(memory.keys);
+  [[maybe_unused]] const FusedPriorities priorities(args.request.params, work.kv_head);
+  const auto order = [&](unsigned key, [[maybe_unused]] int token) {
+    if constexpr (kByScore) {
+      if (priorities.used && key != 0) {
+        const float log_uniform = log2_norm(priorities.uniform(token));
+        const float steps = floorf(fmaf(log_uniform, ShareKeys::kSteps, static_cast<float>(key)));
+        return max(static_cast<int>(steps), 1);
+      }
+    }
+    return static_cast<int>(key);
+  };
   const auto votes_of = [&](const uint4& loaded, int vector) {
     const int token = work.first_token + vector * 8;
     unsigned votes = 0;
@@ -164,8 +155,8 @@ __device__ Candidates list_candidates(const FilterArgs& args, const FusedWork& w
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (order.of(words[i] & 0xFFFFU, token + 2 * i) >= least) votes |= 1U << (2 * i);
-      if (order.of(words[i] >> 16, token + 2 * i + 1) >= least) votes |= 2U << (2 * i);
+      if (order(words[i] & 0xFFFFU, token + 2 * i) >= least) votes |= 1U << (2 * i);
+      if (order(words[i] >> 16, token + 2 * i + 1) >= least) votes |= 2U << (2 * i);
     }
     return votes;
   };
@@ -383,7 +374,5 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const ScoreParams& 
   }
   return counted;
 }
-
-#endif
 
 }  // namespace kvtier::scoring::cuda

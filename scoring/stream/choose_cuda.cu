@@ -19,8 +19,6 @@ struct ChoiceShape {
   ScoreParams second;  ///< Of the second of two phases.
 };
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
 /// Adds the masses of the always-attended tokens to base-2 logarithms of sums, of each head; each
 /// times its value norm, if `weighted`, as the weighting says. All threads; begins and ends with a
 /// barrier. `memory`: room for the group's queries.
@@ -63,7 +61,7 @@ struct StreamParts {
   int last;
 
   __device__ StreamParts(const FilterArgs& args, std::int64_t group_index)
-      : index(group_index),
+      : index(args.place_of(group_index)),
         first(__ldcg(&args.filter.stream_groups[group_index].first_block)),
         last(__ldcg(&args.filter.stream_groups[group_index].last_block)) {}
 };
@@ -327,7 +325,6 @@ __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& wor
       for (int head = 0; head < group; ++head) shares += recall.shares[head];
       recall.all = __float2ull_rn(shares / static_cast<float>(group) * kMassUnits);
     }
-    const KeyOrder<true> order(args.request.params, work.kv_head);
     int least = 1;
     if (work.plan.k < eligible) {
       add_counts(sum_counts<true>(args, parts), shared);
@@ -335,7 +332,7 @@ __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& wor
       least = least_of_best<ShareKeys>(count, error, kRounding + 1.0F, shared);
     }
     const ApproximateKeys approximate(args, work);
-    const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
+    const Candidates found = list_candidates<true>(args, work, approximate, least, memory, shared);
     std::uint32_t* const masses =
         args.filter.masses + work.group_index * args.max_tokens + work.first_token;
     (void)write_exact_keys<ExactKeys::kMasses, Kernel>(args, args.request.params, work, found, 1,
@@ -425,21 +422,19 @@ __device__ int choose(const FilterArgs& args, FusedWork& work, const StreamParts
       __syncthreads();  // the counts of all blocks of the pass are there
     }
   }
-  const KeyOrder<false> order(params, work.kv_head);
   int least = 1;
   FusedWindow window;
   std::uint32_t least_key = 1;
   if (bounded) {
-    // A priority of p / u, where p is the mean of the heads' shares.
     const float least_sum = params.threshold * static_cast<float>(group);
     least = least_approximate<Keys>(log2_norm(least_sum), error, kRounding);
-    least_key = __float_as_uint(fmaxf(least_sum, kLeastSum)) | 0x80000000U;
+    least_key = least_key_of(params, group);
   } else if (work.plan.k < eligible) {
     const auto wanted = static_cast<std::uint32_t>(work.plan.k + (prioritised ? 1 : 0));
     least = least_of_best<Keys>(wanted, error, kRounding, shared);
     window = window_of_best<Keys>(error, shared);
   }
-  const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
+  const Candidates found = list_candidates<false>(args, work, approximate, least, memory, shared);
   const unsigned counted = write_exact_keys<ExactKeys::kOrder, Kernel>(
       args, params, work, found, least_key, queries, nullptr, nullptr, memory, shared);
   auto chosen = static_cast<std::uint32_t>(work.plan.k);
@@ -487,8 +482,7 @@ __device__ int choose_values(const FilterArgs& args, const FusedWork& work,
                                          shared);
     certain = least_certain<CollisionKeys>(error, shared);
   }
-  const KeyOrder<false> order(args.request.params, work.kv_head);
-  const Candidates found = list_candidates(args, work, order, approximate, least, memory, shared);
+  const Candidates found = list_candidates<false>(args, work, approximate, least, memory, shared);
   write_exact_keys<kHeads>(args, work, found, certain, pairs, shared);
   int round = 0;
   const FusedCut cut =
@@ -499,8 +493,6 @@ __device__ int choose_values(const FilterArgs& args, const FusedWork& work,
   }
   return static_cast<int>(work.plan.k);
 }
-
-#endif
 
 // `shape.blocks` blocks per (query, KV head), a group, have runs of neighbouring units. The blocks
 // exchange counts by bins of exact keys and the keys of the last bin, or where they choose few, the
@@ -523,9 +515,9 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
   shared.bins[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.chosen_before = 0;
   FusedWork work(args, query_index, kv_head, rank, shape.blocks, true);
-  // There are fewer boxes than groups only where no group has two blocks, and none is used.
-  const BlockExchange peers(args, min(work.group_index, std::int64_t{kFusedParts - 1}), rank,
-                            shape.blocks);
+  const std::int64_t place = args.place_of(work.group_index);
+  // There are fewer boxes than places only where no group has two blocks, and none is used.
+  const BlockExchange peers(args, min(place, std::int64_t{kFusedParts - 1}), rank, shape.blocks);
   transfer::cuda::wait_for_previous();
   transfer::cuda::let_next_start();
   // Of a query of which nothing is eligible they are of no use.
@@ -547,13 +539,11 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
     if (threadIdx.x == 0) rows.fill(args, query_index, 0);
     prefetch_pages(args, query_index, work.plan.end);
     if constexpr (kCached) {
-      const OwnSets own(args, attention.cache, peers, query_index, kv_head);
-      if (own.few()) own.prefetch();
+      OwnSets::prefetch_few(args, attention.cache, peers, query_index, kv_head);
     }
   }
   if (!work.empty()) {  // as all of the group
-    TaggedWord* const posted =
-        attends ? posted_ids(args, work.group_index, attention.id_stride) : nullptr;
+    TaggedWord* const posted = attends ? posted_ids(args, place, attention.id_stride) : nullptr;
     auto& memory = *reinterpret_cast<ChoiceMemory*>(dynamic);
     RecallShared* recall = nullptr;
     if constexpr (kRecall) {
@@ -571,8 +561,8 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
     if (attends && threadIdx.x == 0) rows.count = rows.num_static + chosen;
   }
   if (attends) {
-    attend_query<8, kCached>(args, input, attention, peers, rows, query_index, kv_head,
-                             work.group_index, dynamic);
+    attend_query<8, kCached>(args, input, attention, peers, rows, query_index, kv_head, place,
+                             dynamic);
   }
   if (work.empty() && !attends) return;  // nothing was posted
   __syncthreads();                       // all have posted: this block has read from all
@@ -643,7 +633,7 @@ void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args, const Sc
                           ? visit_collision_shape(request, plain)
                       : request.cached != nullptr ? visit_stream_shape(request, cached)
                                                   : visit_stream_shape(request, plain);
-  allow_shape(kernel, bytes);
+  allow_shape(kernel);
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(args.part.count));
   transfer::cuda::launch_overlapping(
@@ -665,14 +655,14 @@ void enqueue_stream(cudaStream_t stream, const FilterArgs& args, const Selection
   } else if (args.part.first == 0) {
     enqueue_stream_pass(stream, args, stream_blocks());
   } else {
-    // The second half runs beside the choice of the first one, on the SMs that this leaves. Blocks
-    // that find none wait for it to end.
-    FilterArgs second = args;
-    const int blocks = second.first_block = stream_blocks();
-    const int chosen = args.part.first * args.request.kv.kv_heads * static_cast<int>(plan.blocks);
+    // A part of a batch runs beside the choice of the one before, on the SMs that this leaves.
+    // Blocks that find none wait for it to end.
+    FilterArgs pass = args;
+    const int blocks = stream_blocks();
+    if (args.part.first_place > 0) pass.first_block = blocks;
+    const int chosen = plan.part_queries * args.request.kv.kv_heads * static_cast<int>(plan.blocks);
     enqueue_stream_pass(
-        stream, second,
-        std::min(std::max(blocks - chosen, blocks / 2), kMostStreamBlocks - blocks));
+        stream, pass, std::min(std::max(blocks - chosen, blocks / 2), kMostStreamBlocks - blocks));
   }
   enqueue_stream_choice(stream, args, nullptr, plan);
 }

@@ -9,8 +9,6 @@
 namespace kvtier::scoring::cuda {
 namespace {
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
 /// Makes the references of a group from a token of each thread, spread over the sequence and the
 /// same in every block. All threads; begins with a barrier, behind which the tables are, and ends
 /// with one.
@@ -81,8 +79,6 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
     if (threadIdx.x % 32 == 0) shares_of_warps[threadIdx.x / 32][h] = __uint_as_float(least);
   }
 }
-
-#endif
 
 // As `stream_pass`, of soft collisions, whose tables are in memory. Dynamic shared memory: half
 // pairs of the group's heads. `early`: the first sketches are read before the wait.
@@ -159,7 +155,7 @@ void enqueue_collision_pass(cudaStream_t stream, const FilterArgs& args) {
   visit_collision_shape(args.request, [&](auto made) {
     const auto kernel = collision_pass<made.kHeads>;
     const int bytes = group_pair_bytes(made.kHeads);
-    allow_shape(kernel, bytes);
+    allow_shape(kernel);
     const bool early = args.request.rule.recent_tokens >= hashing::kMostOverlappedTokens;
     transfer::cuda::launch_overlapping(stream, kernel, dim3(static_cast<unsigned>(stream_blocks())),
                                        kFusedThreads, static_cast<std::size_t>(bytes), args, early);

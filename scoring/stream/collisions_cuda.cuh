@@ -115,8 +115,6 @@ class CollisionSum {
   float factors_[kHeads];
 };
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
 /// A token of a sketch block, on its way.
 struct CollisionToken {
   P10L60Code code;
@@ -212,7 +210,5 @@ __device__ void write_exact_keys(const FilterArgs& args, const FusedWork& work,
     found.keys[FusedScores::entry_of(static_cast<unsigned>(at))] = 0;
   }
 }
-
-#endif
 
 }  // namespace kvtier::scoring::cuda

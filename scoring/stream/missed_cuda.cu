@@ -106,7 +106,7 @@ void enqueue_missed_of_stream(const Stage& stage, const MissedBatch& batch) {
       kFusedWarps * (kFusedUnit * static_cast<int>(sizeof(FusedNorms)) + fused_unit_bytes(chunks));
   const auto kernel = visit_recall_shape(
       request, [](auto made) { return add_attended<made.kQuads, made.kChunks, made.kBits>; });
-  allow_shape(kernel, bytes);
+  allow_shape(kernel);
   constexpr unsigned kParts = 8;
   const dim3 grid(kParts, static_cast<unsigned>(request.kv.kv_heads),
                   static_cast<unsigned>(request.query_batch.count));

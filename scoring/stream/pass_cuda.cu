@@ -13,8 +13,6 @@ namespace {
 /// Units that a warp has under way.
 constexpr int stages_of(int known_chunks) { return known_chunks > 0 ? 4 : 2; }
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
 /// The units of a warp on their way through its ring of stages. Whole warps only.
 template <int kChunks>
 class StreamRing {
@@ -412,7 +410,7 @@ __device__ void write_approximate_keys(const FilterArgs& args, const StreamWork&
   if constexpr (kRecall) recall.store(parts_of_warps);
   __syncthreads();  // the sums and counts of all warps are there
   // Pairs of a group and a block that has units of it, in order, differ in this sum.
-  const std::int64_t part = work.group_index + args.first_block + blockIdx.x;
+  const std::int64_t part = args.place_of(work.group_index) + args.first_block + blockIdx.x;
   std::uint32_t* const counts = args.filter.stream_counts + part * 2 * kFusedBins + threadIdx.x;
   counts[0] = bins[threadIdx.x];
   if constexpr (kRecall) counts[kFusedBins] = bins[kFusedBins + threadIdx.x];
@@ -480,8 +478,6 @@ __device__ void score_work(const StreamBlock<kChunks>& block, const StreamWork& 
   transfer::cuda::copy_async_wait<0>();
   __syncthreads();  // all warps have used the queries
 }
-
-#endif
 
 // Blocks have runs of (unit, KV head) pairs, which may be of several (query, KV head). Dynamic
 // shared memory: the stages of all warps' rings, then the warps' norms; tables are made in the last
@@ -590,7 +586,7 @@ void enqueue_stream_pass(cudaStream_t stream, const FilterArgs& args, int blocks
                             .early = input.after_append &&
                                      request.rule.recent_tokens >= hashing::kMostOverlappedTokens};
     const int bytes = (stages - 1) * kFusedWarps * fused_unit_bytes(chunks) + shape.table_bytes;
-    allow_shape(kernel, bytes);
+    allow_shape(kernel);
     transfer::cuda::launch_overlapping(stream, kernel, dim3(static_cast<unsigned>(blocks)),
                                        kFusedThreads, static_cast<std::size_t>(bytes), args, input,
                                        shape);

@@ -22,8 +22,6 @@ struct StreamTables {
   }
 };
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
 /// Makes the weights of one group after another in `memory`.
 class StreamQueryMaker {
  public:
@@ -182,7 +180,5 @@ __device__ inline void pack_rows(const FilterArgs& args, const FusedInput& input
                                input.queries + std::int64_t{query_index} * heads * dim);
   }
 }
-
-#endif
 
 }  // namespace kvtier::scoring::cuda

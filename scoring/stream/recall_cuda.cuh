@@ -15,8 +15,6 @@
 /// gave references, the slopes are equal.
 namespace kvtier::scoring::cuda {
 
-#if defined(KVTIER_HAS_CLUSTERS)
-
 /// Adds up the parts of a head. A whole warp; all lanes get the same.
 __device__ inline RecallSums sum_recall(const FilterArgs& args, std::int64_t group_index,
                                         int head) {
@@ -205,7 +203,5 @@ __device__ inline std::uint32_t count_by_mass(const FilterArgs& args, const Fuse
     shift = static_cast<std::uint32_t>(max(0, 32 - kBinBits - __clz(static_cast<int>(high - low))));
   }
 }
-
-#endif
 
 }  // namespace kvtier::scoring::cuda

@@ -283,74 +283,52 @@ __device__ inline float recall_noise(const FilterArgs& args, float query_norm,
   return static_cast<float>(args.recall.noise) * norm * norm * mean_key_square;
 }
 
-/// What scoring needs in shared memory, of the heads of one group.
-struct StreamQueries {
+/// What scoring needs of the heads of one group.
+struct StreamWeights {
   alignas(16) std::uint32_t columns[kStreamColumns];
   int weight_sums[kMaxGroup];
-  alignas(16) float factors[kMaxGroup];     ///< Turn sums into base-2 logits; 0 past the group.
-  alignas(16) float references[kMaxGroup];  ///< Base-2 normalisers; infinity past the group.
-  float slopes[kMaxGroup];                  ///< Of the weights of a recall target, in the pass.
-  float norms[kMaxGroup];                   ///< Of the queries.
-  std::uint32_t largest[kMaxGroup];         ///< Bits of the largest projections, in the pass.
+  float factors[kMaxGroup];     ///< Turn sums into base-2 logits; 0 past the group.
+  float references[kMaxGroup];  ///< Base-2 normalisers; infinity past the group.
+  float slopes[kMaxGroup];      ///< Of the weights of a recall target, in the pass.
+  float norms[kMaxGroup];       ///< Of the queries.
+};
+
+/// The same in shared memory.
+struct StreamQueries : StreamWeights {
+  std::uint32_t largest[kMaxGroup];  ///< Bits of the largest projections, in the pass.
   float2 warp_sums[kFusedWarps][kMaxGroup];
 };
 
 /// What the pass leaves of a (query, KV head) of which something is eligible.
 struct StreamGroup {
-  alignas(16) std::uint32_t columns[kStreamColumns];
-  int weight_sums[kMaxGroup];
-  float factors[kMaxGroup];
-  float references[kMaxGroup];
-  float slopes[kMaxGroup];
-  float norms[kMaxGroup];
+  StreamWeights weights;
   int first_block;  ///< Blocks of the pass that have units of it.
   int last_block;
 
   /// All threads of a block; nothing of `queries` may change before a barrier. `slopes` are of use
   /// with a recall target only.
   __device__ void keep(const StreamQueries& queries, int first, int last) {
-    const auto thread = static_cast<int>(threadIdx.x);
-    for (int i = thread; i < kStreamColumns / 4; i += kFusedThreads) {
-      reinterpret_cast<uint4*>(columns)[i] = reinterpret_cast<const uint4*>(queries.columns)[i];
+    const auto* const from = reinterpret_cast<const uint4*>(&queries);
+    for (int i = static_cast<int>(threadIdx.x); i < kVectors; i += kFusedThreads) {
+      reinterpret_cast<uint4*>(&weights)[i] = from[i];
     }
-    if (thread < kMaxGroup) {
-      weight_sums[thread] = queries.weight_sums[thread];
-      factors[thread] = queries.factors[thread];
-      references[thread] = queries.references[thread];
-      slopes[thread] = queries.slopes[thread];
-      norms[thread] = queries.norms[thread];
-    }
-    if (thread == 0) {
-      first_block = first;
-      last_block = last;
-    }
+    keep_blocks(first, last);
   }
   /// The same of collisions, which have references only.
   __device__ void keep_references(const float* of_group, int first, int last) {
-    const auto thread = static_cast<int>(threadIdx.x);
-    if (thread < kMaxGroup) references[thread] = of_group[thread];
-    if (thread == 0) {
-      first_block = first;
-      last_block = last;
-    }
+    if (threadIdx.x < kMaxGroup) weights.references[threadIdx.x] = of_group[threadIdx.x];
+    keep_blocks(first, last);
   }
   __device__ void load_references(StreamQueries& queries) const {
-    const auto thread = static_cast<int>(threadIdx.x);
-    if (thread < kMaxGroup) queries.references[thread] = __ldcg(references + thread);
+    if (threadIdx.x < kMaxGroup) {
+      queries.references[threadIdx.x] = __ldcg(weights.references + threadIdx.x);
+    }
   }
   /// As `keep` the other way, without a barrier.
   __device__ void load(StreamQueries& queries) const {
-    const auto thread = static_cast<int>(threadIdx.x);
-    for (int i = thread; i < kStreamColumns / 4; i += kFusedThreads) {
-      reinterpret_cast<uint4*>(queries.columns)[i] =
-          __ldcg(reinterpret_cast<const uint4*>(columns) + i);
-    }
-    if (thread < kMaxGroup) {
-      queries.weight_sums[thread] = __ldcg(weight_sums + thread);
-      queries.factors[thread] = __ldcg(factors + thread);
-      queries.references[thread] = __ldcg(references + thread);
-      queries.slopes[thread] = __ldcg(slopes + thread);
-      queries.norms[thread] = __ldcg(norms + thread);
+    const auto* const from = reinterpret_cast<const uint4*>(&weights);
+    for (int i = static_cast<int>(threadIdx.x); i < kVectors; i += kFusedThreads) {
+      reinterpret_cast<uint4*>(&queries)[i] = __ldcg(from + i);
     }
   }
   /// The columns of a whole code, of `kFusedMostBits` bits a weight, from those of its first bits:
@@ -378,15 +356,26 @@ struct StreamGroup {
         const int last = (first.code_bits - 1) * words + word % words;
         const int holder = (column / 2 * 2 + from % 2) * kWordsPerChunk + last % kWordsPerChunk;
         const int of_first = quad * sign_chunks(first) + last / kWordsPerChunk;
-        set = __ldcg(columns + (of_first * (kBits / 2) + from / 2) * 32 + holder);
+        set = __ldcg(weights.columns + (of_first * (kBits / 2) + from / 2) * 32 + holder);
       }
       queries.columns[i] = set;
     }
     if (thread < kMaxGroup) {
-      const int sum = __ldcg(weight_sums + thread) / ((1 << first.code_bits) - 1);
+      const int sum = __ldcg(weights.weight_sums + thread) / ((1 << first.code_bits) - 1);
       queries.weight_sums[thread] = sum * ((1 << whole.code_bits) - 1);
-      queries.factors[thread] = __ldcg(factors + thread) * (whole.sign_scale / first.sign_scale);
+      queries.factors[thread] =
+          __ldcg(weights.factors + thread) * (whole.sign_scale / first.sign_scale);
     }
+  }
+
+ private:
+  static constexpr int kVectors = sizeof(StreamWeights) / sizeof(uint4);
+  static_assert(sizeof(StreamWeights) % sizeof(uint4) == 0);
+
+  __device__ void keep_blocks(int first, int last) {
+    if (threadIdx.x != 0) return;
+    first_block = first;
+    last_block = last;
   }
 };
 

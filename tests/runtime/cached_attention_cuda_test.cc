@@ -69,10 +69,11 @@ RetrievalConfig with_sparsity(RetrievalConfig retrieval) {
 
 std::vector<CachedCase> cases() {
   const std::vector<std::int64_t> ragged{3000, 100, 5200, 1};
-  std::vector<std::int64_t> nine, nine_long, sixteen;
+  std::vector<std::int64_t> nine, nine_long, sixteen, many;
   for (int i = 0; i < 9; ++i) nine.push_back(1500 - 150 * i);
   for (int i = 0; i < 9; ++i) nine_long.push_back(2000 + 100 * i);
   for (int i = 0; i < 16; ++i) sixteen.push_back(200 + 50 * i);
+  for (int i = 0; i < 33; ++i) many.push_back(i % 5 == 0 ? 30 + i : 1200 - 25 * i);
   return {
       {.name = "OnChip", .retrieval = usual(300)},
       {.name = "OnChipInt8", .retrieval = usual(300), .format = PageFormat::kInt8},
@@ -109,6 +110,14 @@ std::vector<CachedCase> cases() {
        .retrieval = streamed(usual(400)),
        .lengths = nine},
       {.name = "SixteenSequences", .kv_heads = 8, .retrieval = usual(200), .lengths = sixteen},
+      // Served in parts of eight.
+      {.name = "ManySequencesStream",
+       .kv_heads = 8,
+       .retrieval = streamed(usual(100)),
+       .lengths = many,
+       .format = PageFormat::kInt8,
+       .cached_rows = 256,
+       .device = 800 * MiB},
       {.name = "Clock", .retrieval = usual(300), .policy = RowCachePolicy::kClock},
       {.name = "LeastRecentlyUsed", .retrieval = usual(300), .policy = RowCachePolicy::kLru},
       // Fewer sets than blocks, with more rows of a set than it has ways.
@@ -355,7 +364,7 @@ std::vector<CachedCase> cases_named(const std::vector<std::string>& names) {
 INSTANTIATE_TEST_SUITE_P(Paths, CachedGraphTest,
                          ::testing::ValuesIn(cases_named({"OnChip", "StreamInt8", "RaggedStream",
                                                           "NineSequences", "NineSequencesStream",
-                                                          "Tiered"})),
+                                                          "ManySequencesStream", "Tiered"})),
                          [](const auto& path) { return path.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(Paths, CachedAttentionTest, ::testing::ValuesIn(cases()),

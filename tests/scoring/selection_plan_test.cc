@@ -9,8 +9,7 @@ namespace kvtier::scoring {
 namespace {
 
 /// A device as an H100 says it is.
-constexpr DeviceLimits kDevice{
-    .processors = 132, .major = 9, .l2_bytes = 50 << 20, .block_bytes = 227 * 1024};
+constexpr DeviceLimits kDevice{.processors = 132, .major = 9, .block_bytes = 227 * 1024};
 
 /// Eight KV heads of four query heads, 256 bits of a scalar code, a sample per KV head.
 SelectShape shape_of(std::int64_t tokens) {
@@ -80,8 +79,6 @@ TEST_F(SelectionPlanTest, AttendsThroughTheRowCache) {
     EXPECT_EQ(plan_of(shape).cached_rows, kMost) << tokens;
     EXPECT_LE(static_cast<unsigned>(shape.kv_heads * shape.num_queries) * plan_of(shape).blocks,
               256U);
-    shape.num_queries = 17;
-    EXPECT_EQ(plan_of(shape).cached_rows, 0) << tokens;
     shape = shape_of(tokens);
     shape.recall = true;
     EXPECT_EQ(plan_of(shape).cached_rows, 0) << tokens;
@@ -99,20 +96,45 @@ TEST_F(SelectionPlanTest, AttendsThroughTheRowCache) {
   EXPECT_EQ(plan_of(shape).cached_rows, 0);
 }
 
-TEST_F(SelectionPlanTest, ServesBatchesInHalvesWhereRowsTakeLongerThanSketches) {
+TEST_F(SelectionPlanTest, ServesBatchesInPartsWhereRowsTakeLongerThanSketches) {
   SelectShape shape = shape_of(128 << 10);
   shape.num_queries = 8;
-  EXPECT_TRUE(plan_of(shape).halves);
+  EXPECT_EQ(plan_of(shape).part_queries, 4);
   shape.params.top_k = 512;  // few rows
-  EXPECT_FALSE(plan_of(shape).halves);
+  EXPECT_EQ(plan_of(shape).part_queries, 0);
   shape = shape_of(1 << 20);
   shape.num_queries = 8;
-  EXPECT_FALSE(plan_of(shape).halves);
+  EXPECT_EQ(plan_of(shape).part_queries, 0);
   shape = shape_of(128 << 10);
-  shape.num_queries = 17;  // too many to be attended by the kernel that selects
-  EXPECT_FALSE(plan_of(shape).halves);
   shape.num_queries = 1;
-  EXPECT_FALSE(plan_of(shape).halves);
+  EXPECT_EQ(plan_of(shape).part_queries, 0);
+}
+
+TEST_F(SelectionPlanTest, ServesLargeBatchesInPartsThatHalfOfTheDeviceChooses) {
+  for (int kv_heads = 1; kv_heads <= 64; ++kv_heads) {
+    for (int num_queries = 1; num_queries <= 64; ++num_queries) {
+      SelectShape shape = shape_of(128 << 10);
+      shape.kv_heads = kv_heads;
+      shape.num_queries = num_queries;
+      shape.params.top_k = 512;  // few rows
+      const SelectionPlan plan = plan_of(shape);
+      if (plan.path != SelectionPath::kStream) continue;
+      const int pairs = kv_heads * num_queries;
+      EXPECT_GT(plan.cached_rows, 0) << kv_heads << " heads, " << num_queries << " queries";
+      EXPECT_EQ(plan.part_queries > 0, pairs > 128) << pairs;
+      // Two parts at a time have places of their own.
+      EXPECT_LE(2 * kv_heads * plan.part_queries, 128) << pairs;
+      EXPECT_LE(kv_heads * plan.part_queries * static_cast<int>(plan.blocks), 66) << pairs;
+    }
+  }
+}
+
+TEST_F(SelectionPlanTest, AttendsToNoMoreRowsThanItCanShareOut) {
+  SelectShape shape = shape_of(1 << 20);
+  EXPECT_TRUE(plan_of(shape).attends);
+  shape.rule.recent_tokens = 1 << 20;
+  EXPECT_FALSE(plan_of(shape).attends);
+  EXPECT_EQ(plan_of(shape).cached_rows, 0);
 }
 
 TEST_F(SelectionPlanTest, LeavesTheLongAndTheManyToTheStream) {
