@@ -2,6 +2,7 @@
 #include "attention/parts.cuh"
 #include "attention/row_set.cuh"
 #include "attention/warp_attention.cuh"
+#include "transfer/device/arena.h"
 #include "transfer/device/bulk_copy.cuh"
 #include "transfer/device/head_dim_cuda.cuh"
 #include "transfer/device/launch_cuda.cuh"
@@ -64,51 +65,33 @@ struct BlockShape {
       cuda::most_in_run(kMaxBlocks) * (8 * NT * static_cast<int>(sizeof(float2)) + kThreads * 16);
 };
 
-constexpr std::size_t kNoRowBytes = std::size_t{4} * kMaxHeadDim;
-constexpr std::size_t kCountBytes = 64;
-static_assert(sizeof(RowCounts) <= kCountBytes);
-
-std::size_t ticket_bytes(const FlashDecodeLimits& limits) {
-  const std::size_t sets =
-      static_cast<std::size_t>(limits.num_queries) * static_cast<std::size_t>(limits.query_heads);
-  return (sets * sizeof(unsigned) + 255) / 256 * 256;
-}
-
-constexpr std::size_t kSlots = std::size_t{2} * kMaxBlocks;
-constexpr std::size_t kRunTicketBytes = kSlots * sizeof(unsigned);
-
-std::size_t num_partials(const FlashDecodeLimits& limits) {
-  return kSlots * static_cast<std::size_t>(std::min(limits.query_heads, kMaxGroup));
-}
-
-Workspace workspace_in(std::byte* memory, const FlashDecodeLimits& limits) {
-  Workspace workspace;
-  workspace.no_row = memory;
-  workspace.counts = reinterpret_cast<RowCounts*>(memory + kNoRowBytes);
-  workspace.tickets = reinterpret_cast<unsigned*>(memory + kNoRowBytes + kCountBytes);
-  workspace.run_tickets =
-      reinterpret_cast<unsigned*>(memory + kNoRowBytes + kCountBytes + ticket_bytes(limits));
-  std::byte* partials = reinterpret_cast<std::byte*>(workspace.run_tickets) + kRunTicketBytes;
-  workspace.states = reinterpret_cast<float2*>(partials);
-  workspace.out = reinterpret_cast<float*>(partials + num_partials(limits) * sizeof(float2));
+Workspace workspace_in(std::byte* memory, const FlashDecodeLimits& limits,
+                       std::size_t* bytes = nullptr) {
+  const auto heads = static_cast<std::size_t>(limits.query_heads);
+  constexpr std::size_t kSlots = std::size_t{2} * kMaxBlocks;
+  const std::size_t partials = kSlots * std::min<std::size_t>(heads, kMaxGroup);
+  transfer::Arena arena(memory);
+  const Workspace workspace{
+      .no_row = arena.take<std::byte>(4 * kMaxHeadDim),
+      .counts = arena.take<RowCounts>(1),
+      .tickets = arena.take<unsigned>(static_cast<std::size_t>(limits.num_queries) * heads),
+      .run_tickets = arena.take<unsigned>(kSlots),
+      .states = arena.take<float2>(partials),
+      .out = arena.take<float>(partials * static_cast<std::size_t>(limits.head_dim))};
+  if (bytes != nullptr) *bytes = arena.bytes();
   return workspace;
-}
-
-__device__ void add(std::uint64_t* counter, unsigned long long n) {
-  static_assert(sizeof(unsigned long long) == sizeof(std::uint64_t));
-  if (n != 0) atomicAdd(reinterpret_cast<unsigned long long*>(counter), n);
 }
 
 /// The first block counts what the plan knows, while copies cross the memory system: all rows when
 /// pages are on the device. Otherwise rows in pages are counted as they are found.
 __device__ void count_planned(const AttendRequest& request, const SelectionView& selection,
                               const Workspace& workspace, const RowTotals& totals) {
-  const unsigned long long in_place = cuda::warp_sum(totals.in_place);
-  const unsigned long long listed = cuda::warp_sum(totals.listed);
+  const unsigned long long in_place = transfer::cuda::warp_sum(totals.in_place);
+  const unsigned long long listed = transfer::cuda::warp_sum(totals.listed);
   if (threadIdx.x % 32 != 0) return;
-  if (selection.staged_capacity == 0) add(&request.flags->rows_selected, listed);
+  if (selection.staged_capacity == 0) transfer::cuda::raise(&request.flags->rows_selected, listed);
   if (request.pages_on_device) {
-    add(&request.flags->rows_resident, in_place);
+    transfer::cuda::raise(&request.flags->rows_resident, in_place);
   } else {
     atomicAdd(&workspace.counts->in_place, in_place);
   }
@@ -119,7 +102,7 @@ __device__ void count_planned(const AttendRequest& request, const SelectionView&
 __device__ void count_found(const AttendRequest& request, const Workspace& workspace, int blocks,
                             unsigned in_pages) {
   RowCounts& counts = *workspace.counts;
-  const unsigned found = cuda::warp_sum(in_pages);
+  const unsigned found = transfer::cuda::warp_sum(in_pages);
   if (threadIdx.x % 32 == 0) {
     atomicAdd(&counts.in_pages, static_cast<unsigned long long>(found));
     __threadfence();  // the additions are seen by the block that sees this one done
@@ -131,8 +114,8 @@ __device__ void count_found(const AttendRequest& request, const Workspace& works
   const unsigned long long paged = atomicExch(&counts.in_pages, 0ULL);
   const unsigned long long all = atomicExch(&counts.in_place, 0ULL);
   counts.blocks_done = 0;
-  add(&request.flags->rows_fetched_host, paged);
-  add(&request.flags->rows_resident, all - paged);
+  transfer::cuda::raise(&request.flags->rows_fetched_host, paged);
+  transfer::cuda::raise(&request.flags->rows_resident, all - paged);
 }
 
 /// Which tiles a block has of a set, and in which order.
@@ -491,10 +474,9 @@ void launch_shape(const transfer::KvGeometry& kv, const Args&... args) {
 namespace cuda {
 
 std::size_t workspace_bytes(const FlashDecodeLimits& limits) {
-  const std::size_t each =
-      sizeof(float2) + sizeof(float) * static_cast<std::size_t>(limits.head_dim);
-  return kNoRowBytes + kCountBytes + ticket_bytes(limits) + kRunTicketBytes +
-         num_partials(limits) * each;
+  std::size_t bytes = 0;
+  (void)workspace_in(nullptr, limits, &bytes);
+  return bytes;
 }
 
 void attend(void* stream, const AttendRequest& request, const SelectionView& selection,

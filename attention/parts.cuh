@@ -3,6 +3,7 @@
 #include "attention/row_set.cuh"
 #include "attention/store_output.cuh"
 #include "transfer/device/bulk_copy.cuh"
+#include "transfer/device/warp_cuda.cuh"
 
 #include <cuda_runtime.h>
 
@@ -32,14 +33,6 @@ struct Workspace {
   float* out = nullptr;             ///< `[slots][group][head_dim]`
 };
 
-template <typename Integer>
-__device__ Integer warp_sum(Integer value) {
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(transfer::cuda::kFullWarp, value, distance);
-  }
-  return value;
-}
-
 /// Merges the states `[kWarps]`, `stride` apart, of the warps; thread kWarps h + w returns that of
 /// head h < `stride`. In their place it leaves the weights of the accumulators: in a merged one,
 /// and in the result. All threads call it.
@@ -49,17 +42,10 @@ __device__ SoftmaxState merge_warps(float2* states, int stride) {
   const bool present = thread < stride * kWarps;
   float2* const own = states + thread % kWarps * stride + thread / kWarps;
   const float2 state = present ? *own : float2{-INFINITY, 0.0F};
-  float largest = state.x;
-#pragma unroll
-  for (int distance = kWarps / 2; distance > 0; distance /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(transfer::cuda::kFullWarp, largest, distance));
-  }
+  const float largest =
+      transfer::cuda::reduce_warp<kWarps>(state.x, [](float a, float b) { return fmaxf(a, b); });
   const float weight = state.y > 0.0F ? expf(state.x - largest) : 0.0F;
-  SoftmaxState total{largest, weight * state.y};
-#pragma unroll
-  for (int distance = kWarps / 2; distance > 0; distance /= 2) {
-    total.sum += __shfl_xor_sync(transfer::cuda::kFullWarp, total.sum, distance);
-  }
+  const SoftmaxState total{largest, transfer::cuda::warp_sum<kWarps>(weight * state.y)};
   if (present) *own = {weight, weight * total.inverse_sum()};
   return total;
 }

@@ -4,6 +4,7 @@
 #include "attention/tile_order.h"
 #include "attention/warp_attention.cuh"
 #include "transfer/device/small_quotient.cuh"
+#include "transfer/device/warp_cuda.cuh"
 #include "transfer/kv/sequence.h"
 
 #include <cuda_runtime.h>
@@ -156,17 +157,8 @@ __device__ RowTotals plan_few_sets(const AttendRequest& request,
                      : static_cast<unsigned>(static_cast<float>(tiles) * 0.9999F *
                                              static_cast<float>(spare) / static_cast<float>(total));
   const unsigned blocks = lane < sets ? min((tiles + kWarps - 1) / kWarps, more + 1) : 0;
-  unsigned blocks_through = blocks;
-  unsigned tiles_through = tiles;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const unsigned up = __shfl_up_sync(transfer::cuda::kFullWarp, blocks_through, distance);
-    const unsigned tiles_up = __shfl_up_sync(transfer::cuda::kFullWarp, tiles_through, distance);
-    if (lane >= distance) {
-      blocks_through += up;
-      tiles_through += tiles_up;
-    }
-  }
+  const unsigned blocks_through = transfer::cuda::inclusive_warp_sum(blocks);
+  const unsigned tiles_through = transfer::cuda::inclusive_warp_sum(tiles);
   if (lane == 31) plan.blocks = static_cast<int>(blocks_through);
   const unsigned first_block = blocks_through - blocks;
   if (first_block <= blockIdx.x && blockIdx.x < blocks_through) {
@@ -212,11 +204,7 @@ __device__ RowTotals make_plan(const AttendRequest& request,
     totals.in_place += static_cast<unsigned long long>(set.count - num_staged(selection, listed));
     totals.listed += static_cast<unsigned long long>(listed);
   }
-  unsigned before = tiles;
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const unsigned up = __shfl_up_sync(transfer::cuda::kFullWarp, before, distance);
-    if (lane >= distance) before += up;
-  }
+  unsigned before = transfer::cuda::inclusive_warp_sum(tiles);
   if (lane == 31) plan.warp_tiles[thread / 32] = before;
   __syncthreads();  // the sums of all warps are there
   before -= tiles;

@@ -25,7 +25,6 @@ inline constexpr int kTileRows = 16;
 /// different groups of banks, then the head mask of each row, then what says its bias (`RowBias`).
 template <int D>
 struct TileLayout {
-  static constexpr int kVectors = D / 4;  ///< 16-byte vectors of a row.
   static constexpr int kPitch = 4 * D + 16;
   static constexpr int kMasks = kTileRows * kPitch;
   static constexpr int kBiases = kMasks + kTileRows * 4;

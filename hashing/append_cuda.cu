@@ -271,8 +271,8 @@ __device__ void store_tiles(const AppendArgs& args, int first, int count, Books&
       if (to.ring != nullptr) reinterpret_cast<uint4*>(to.ring)[walk.index] = stored;
     }
     if (!walk.last) continue;
-    key_sum = sum_warp(key_sum);
-    value_sum = sum_warp(value_sum);
+    key_sum = transfer::cuda::warp_sum(key_sum);
+    value_sum = transfer::cuda::warp_sum(value_sum);
     const bool bad = __any_sync(kFullWarp, nonfinite);
     if (lane == 0 && to.norms != nullptr) {
       if constexpr (!kScalar) {

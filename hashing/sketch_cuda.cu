@@ -96,8 +96,8 @@ __device__ RowNorms row_norms(const std::byte* rows, std::int64_t count) {
       const float sum = cuda::sum_of_squares<T>(loaded, nonfinite);
       (vector < kVectors / 2 ? key_sum : value_sum) += sum;
     }
-    key_sum = cuda::sum_warp(key_sum);
-    value_sum = cuda::sum_warp(value_sum);
+    key_sum = transfer::cuda::warp_sum(key_sum);
+    value_sum = transfer::cuda::warp_sum(value_sum);
     const bool bad = __any_sync(kFullWarp, nonfinite);
     if (bad) norms.nonfinite |= 1U << r;
     if (lane == r) {

@@ -3,6 +3,7 @@
 #include "hashing/scalar_code.h"
 #include "hashing/sketch.h"
 #include "transfer/device/tensor_core.cuh"
+#include "transfer/device/warp_cuda.cuh"
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -42,13 +43,6 @@ __device__ inline float sum_of_squares(const uint4& elements, bool& nonfinite) {
     nonfinite |= nonfinite_pair<T>(pair);
   }
   return sum;
-}
-
-__device__ inline float sum_warp(float x) {
-  for (int distance = 16; distance > 0; distance /= 2) {
-    x += __shfl_xor_sync(transfer::cuda::kFullWarp, x, distance);
-  }
-  return x;
 }
 
 /// fp16 bits of a finite token's norm.

@@ -2,10 +2,10 @@
 
 #include "scoring/score_math.h"
 #include "transfer/device/small_quotient.cuh"
+#include "transfer/device/warp_cuda.cuh"
 
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
-#include <cub/warp/warp_scan.cuh>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -16,38 +16,16 @@
 /// Reductions have a fixed order: the same values give the same bits.
 namespace kvtier::scoring::cuda {
 
+using transfer::cuda::inclusive_warp_sum;
+using transfer::cuda::kFullWarp;
+using transfer::cuda::reduce_warp;
 using transfer::cuda::small_quotient;
+using transfer::cuda::warp_sum;
 
-inline constexpr unsigned kFullWarp = 0xFFFFFFFFU;
 /// Most query heads of a KV head.
 inline constexpr int kMaxGroup = 16;
 /// Threads of the blocks of most kernels.
 inline constexpr int kBlockThreads = 512;
-
-/// Combines the values of a warp in a fixed order. Every lane gets the result where `combine` is
-/// commutative; `cub::WarpReduce` gives it to one.
-template <typename T, typename Combine>
-__device__ T reduce_warp(T value, const Combine& combine) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value = combine(value, __shfl_xor_sync(kFullWarp, value, distance));
-  }
-  return value;
-}
-template <typename T>
-__device__ T warp_sum(T value) {
-  return reduce_warp(value, [](T a, T b) { return a + b; });
-}
-
-/// The sum of the values of the lanes up to the calling one.
-template <typename T>
-__device__ T inclusive_warp_sum(T value) {
-  using Scan = cub::WarpScan<T>;
-  __shared__ typename Scan::TempStorage unused;  // lanes exchange registers
-  T through;
-  Scan(unused).InclusiveSum(value, through);
-  return through;
-}
 
 /// What the lane has whose number differs in the bits of `distance`, of whole words.
 template <typename T>

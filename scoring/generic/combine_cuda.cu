@@ -90,20 +90,23 @@ __global__ __launch_bounds__(kTileThreads) void normalise_heads(
   LogSum merged;
   moments = {};
   for (std::int64_t i = work.first + threadIdx.x; i <= work.last; i += kTileThreads) {
-    merged.merge(log_sum(__ldcg(partials + i)));
+    const float2 of_part = __ldcg(partials + i);
+    merged.merge({of_part.x, of_part.y});
     if constexpr (kMoments) {
       const auto* words = reinterpret_cast<const uint4*>(parts + i);
       const uint4 raw[2] = {__ldcg(words), __ldcg(words + 1)};
-      Moments of_part;
-      memcpy(&of_part, raw, sizeof(of_part));
-      moments.merge(of_part);
+      Moments others;
+      memcpy(&others, raw, sizeof(others));
+      moments.merge(others);
     }
   }
   LogSum all = block_log_sum<kTileThreads>(merged);
   if constexpr (kMoments) moments = block_merge<kTileThreads>(moments);
   if (threadIdx.x != 0) return;
   HeadEstimate& estimate = args.scratch.estimates[work.index];
-  if (args.request.params.threshold > 0.0F) all.merge(sum_of_static(estimate));
+  if (args.request.params.threshold > 0.0F && isfinite(estimate.log_static_weighted)) {
+    all.merge({estimate.log_static_weighted, 1.0F});
+  }
   args.scratch.normalisers[work.index] = logit_like ? all.log() : all.sum;
   if constexpr (kMoments) {
     settle(args, moments, args.workspace.tables.scalars[work.index].query_norm, estimate);

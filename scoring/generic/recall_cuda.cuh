@@ -25,13 +25,6 @@ struct HeadEstimate {
   std::uint32_t ticket;    ///< Of the launches over parts; 0 between launches.
 };
 
-/// The exponentials of the always-attended tokens.
-__device__ inline LogSum sum_of_static(const HeadEstimate& estimate) {
-  LogSum sum;
-  if (isfinite(estimate.log_static_weighted)) sum.add(estimate.log_static_weighted);
-  return sum;
-}
-
 inline constexpr float kWeightUnits = 0x1p36F;  ///< 2^27 weights of 1 do not overflow.
 inline constexpr float kShareUnits = 0x1p42F;
 
@@ -87,13 +80,6 @@ __device__ inline void write_missed_share(const MissedItem& item, std::int64_t h
     share = 1.0F / (1.0F + expf(lse - log_rest));
   }
   item.missed[head_of_row * item.missed_stride] = share;
-}
-
-__device__ inline LogSum log_sum(float2 parts) {
-  LogSum sum;
-  sum.max = parts.x;
-  sum.sum = parts.y;
-  return sum;
 }
 
 }  // namespace kvtier::scoring::cuda

@@ -2,10 +2,10 @@
 #include "transfer/device/cuda_check.h"
 
 #include <algorithm>
+#include <bit>
 #include <cassert>
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 namespace kvtier::scoring::cuda {
 namespace {
@@ -151,21 +151,6 @@ __global__ __launch_bounds__(kScoreThreads, kBlocksPerProcessor) void lookup_sco
   }
 }
 
-/// Returns the kernel for a number of heads, a power of two; `of` has that of a constant.
-template <typename Of>
-ScoreKernel kernel_of(int heads, const Of& of) {
-  switch (heads) {
-    case 1:
-      return of(std::integral_constant<int, 1>{});
-    case 2:
-      return of(std::integral_constant<int, 2>{});
-    case 4:
-      return of(std::integral_constant<int, 4>{});
-    default:
-      return of(std::integral_constant<int, kMaxHeadsPerBlock>{});
-  }
-}
-
 // Divides a group among as few blocks as their tables allow, evenly. Returns the heads that the
 // kernel is compiled for, a power of two.
 int share_group(ScoreArgs& args, int table_bytes) {
@@ -183,8 +168,11 @@ ScoreLaunch lookup_launch(ScoreArgs& args) {
   const LookupShape shape = lookup_shape<kBits, kLookup>(args.params);
   const int table_bytes = shape.tables * shape.row * static_cast<int>(sizeof(float));
   const int heads = share_group(args, table_bytes);
-  const auto of = [](auto made) { return lookup_scores<made(), kBits, kLookup>; };
-  return {kernel_of(heads, of), kScoreThreads, heads * table_bytes};
+  static constexpr ScoreKernel kOfHeads[] = {
+      lookup_scores<1, kBits, kLookup>, lookup_scores<2, kBits, kLookup>,
+      lookup_scores<4, kBits, kLookup>, lookup_scores<kMaxHeadsPerBlock, kBits, kLookup>};
+  return {kOfHeads[std::countr_zero(static_cast<unsigned>(heads))], kScoreThreads,
+          heads * table_bytes};
 }
 
 // Soft, hard, and norm-aware with float weights.

@@ -1,6 +1,7 @@
 #include "transfer/device/cuda_check.h"
 #include "transfer/device/head_dim_cuda.cuh"
 #include "transfer/device/launch_cuda.cuh"
+#include "transfer/device/warp_cuda.cuh"
 #include "transfer/kv/convert_cuda.cuh"
 #include "transfer/kv/gather_count_cuda.cuh"
 #include "transfer/kv/int8_cuda.cuh"
@@ -27,13 +28,6 @@ constexpr int kInt8Loads = 4;
 
 __device__ unsigned lane_id() { return threadIdx.x % kWarp; }
 __device__ unsigned warp_id() { return threadIdx.x / kWarp; }
-
-__device__ float warp_sum(float x) {
-  for (unsigned distance = kWarp / 2; distance > 0; distance /= 2) {
-    x += __shfl_xor_sync(kFullMask, x, distance);
-  }
-  return x;
-}
 
 /// A warp per (token, KV head); blockIdx.y is the item.
 __global__ void __launch_bounds__(kThreads)
@@ -77,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
     bad = __any_sync(kFullMask, bad) != 0;
     if (bad && count++ == 0) first = static_cast<unsigned>(token);
     if (squares == nullptr) continue;
-    mine = {warp_sum(mine.key), warp_sum(mine.value)};
+    mine = {cuda::warp_sum(mine.key), cuda::warp_sum(mine.value)};
     const float nan = __int_as_float(0x7FC00000);
     if (lane_id() == 0) squares[index] = bad ? RowSquares{nan, nan} : mine;
   }
