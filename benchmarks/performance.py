@@ -7,7 +7,7 @@
 The text around the tables is benchmarks/performance.template; `{{name}}` there is replaced by what a function
 `name` of this folder returns. The newest file of each kind counts: DATE-h200-kvtier-bench.json (`kvtier-bench all`), and DATE-h100-kvtier-bench.json,
 DATE-h200-needle-llama.json, DATE-h200-replay.json, DATE-h200-model.json (`kvtier-bench
-model`), DATE-h100-host.json (`kvtier-llama bench` with KV in host memory), DATE-h200-ttft.json (`kvtier-bench ttft`),
+model`), DATE-h200-host.json and DATE-h200-batches.json (`kvtier-llama bench` with KV in host memory), DATE-h200-ttft.json (`kvtier-bench ttft`),
 DATE-h100-dense-rule.json and DATE-h100-codes.json (`kvtier-bench decode_step`), DATE-cpu-tiers.json (`kvtier-tier-bench`), which may be missing. Python's standard library is enough.
 """
 
@@ -474,6 +474,23 @@ def host_model(_):
     return f"`benchmarks/results/{run.path.name}`, {run.date}, by `" + "`; `".join(run.command) + "`.\n\n" + table(head, shown)
 
 
+def batches(_):
+    """Whole models against the number of sequences: KV in host memory, and dense on the GPU as far as that has room."""
+    run = Run(newest("batches"))
+    rows = []
+    for sparse in [row for row in run.rows if row.get("attention") == "kvtier, pages on the host"]:
+        same = {"tokens": sparse["tokens"], "batch": sparse["batch"]}
+        dense = run.find("model", attention="cudnn", **same)
+        cells = [context(sparse["tokens"]), str(sparse["batch"])]
+        for row in (dense, sparse):
+            cells += ["", "", "does not fit"] if row is None else [
+                number(row["tokens_per_second"]), f"{row['us_p99'] / 1000:.2f}", f"{row['gpu_bytes'] / 1e9:.1f}"]
+        cells.append("" if dense is None else times(dense["us"] / sparse["us"]))
+        rows.append(cells)
+    head = ["context", "sequences", "dense: tokens/s", "ms, p99", "GPU GB", "host: tokens/s", "ms, p99", "GPU GB", "over dense"]
+    return f"`benchmarks/results/{run.path.name}`, {run.date}, one {run.machine['device']}, by `" + "`; `".join(run.command) + "`.\n\n" + table(head, rows)
+
+
 def ttft(_):
     run = Run(newest("ttft"))
     rows = [(row["with"], number(row["us"] / 1000, 4), f"{100 * row['overhead']:.2f} %" if "overhead" in row else "")
@@ -550,7 +567,7 @@ def resident(_):
 
 BLOCKS = {function.__name__: function for function in
           (run_block, graphs, targets, step_targets, other_card, contexts, shapes, selections, kernels, stages, overlaps, dense_rows, failures, needle,
-           needle_file, replay, replay_file, whole_model, host_model, ttft, resident, codes, dense_rule, oversubscription, oversubscription_block, service, service_block, tiers, tiers_block)}
+           needle_file, replay, replay_file, whole_model, host_model, batches, ttft, resident, codes, dense_rule, oversubscription, oversubscription_block, service, service_block, tiers, tiers_block)}
 
 
 def document(run):

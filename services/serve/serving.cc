@@ -106,16 +106,16 @@ void Serving::start() {
   const std::vector<Endpoint> admin = options.admin;
   server_ = std::make_unique<Server>(std::move(options));
   if (options_.worker.restarts == 0) {
-    for (const Endpoint& endpoint : server_->endpoints()) tell_address("listening", endpoint);
-    if (const auto metrics = server_->metrics_endpoint()) tell_address("metrics", *metrics);
-    for (const Endpoint& endpoint : admin) tell_address("admin", endpoint);
+    for (const Endpoint& endpoint : server_->endpoints()) write_address("listening", endpoint);
+    if (const auto metrics = server_->metrics_endpoint()) write_address("metrics", *metrics);
+    for (const Endpoint& endpoint : admin) write_address("admin", endpoint);
   }
   notify_ready(loop_);
   log_.write({.event = "serving", .message = "serving"});
 }
 
 /// Standard output has lines as the log has them: programs may read both as one.
-void Serving::tell_address(const std::string& event, const Endpoint& endpoint) {
+void Serving::write_address(const std::string& event, const Endpoint& endpoint) {
   const std::string message = event + " on " + endpoint.text();
   if (log_.format() == LogFormat::kText) {
     console_.out << message << std::endl;

@@ -47,7 +47,7 @@ class Serving {
  private:
   [[nodiscard]] bool is_worker() const noexcept { return options_.worker.signals >= 0; }
   void start();
-  void tell_address(const std::string& event, const Endpoint& endpoint);
+  void write_address(const std::string& event, const Endpoint& endpoint);
   void await_signal();
   void take_signal(int signal);
   void reload();
