@@ -32,7 +32,7 @@ class PageQuotas {
   [[nodiscard]] std::size_t page_bytes() const noexcept { return page_bytes_; }
   /// Pages that sessions hold or have been promised, whichever is more in each.
   [[nodiscard]] std::size_t committed_pages() const noexcept { return committed_pages_; }
-  /// Bytes of sketches, likewise.
+  /// Bytes of sketches in the same way.
   [[nodiscard]] std::size_t committed_sketches() const noexcept { return committed_sketches_; }
 
  private:
