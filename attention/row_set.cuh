@@ -116,24 +116,79 @@ struct Plan {
   unsigned end = 0;
   RowSet set;     ///< The set of the block's first tile,
   int index = 0;  ///< and its number.
-  /// Few sets: the blocks that share the set, and no other. Else none, and the split of all tiles.
+  /// Where each set has blocks of its own: those of the set. Else none, and the split of all tiles.
   int set_blocks = 0;
   int first_block = 0;
   Split split;
   unsigned warp_tiles[kWarps];
+  unsigned warp_blocks[kWarps];
 };
 
 /// Rows and list entries of the sets that the calling thread has looked at.
 struct RowTotals {
   unsigned long long in_place = 0;
   unsigned long long listed = 0;
+
+  __device__ void add(const RowSet& set, const transfer::SelectionView& selection) {
+    const int of_list = set.count - set.num_static;
+    in_place += static_cast<unsigned long long>(set.count - num_staged(selection, of_list));
+    listed += static_cast<unsigned long long>(of_list);
+  }
 };
 
-/// Sets up to which a block works on one set only, for a second one takes as long as the first.
-inline constexpr int kFewSets = 32;
+/// What the threads before the calling one have, and all threads. `of_warps` is written; holds a
+/// barrier.
+struct BlockPrefix {
+  unsigned before;
+  unsigned total = 0;
 
-/// `make_plan` for at most `kFewSets` sets, by the first warp: a set gets blocks in proportion to
-/// its tiles.
+  template <int kWarps>
+  __device__ BlockPrefix(unsigned value, unsigned (&of_warps)[kWarps]) {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const unsigned through = transfer::cuda::inclusive_warp_sum(value);
+    if (threadIdx.x % 32 == 31) of_warps[warp] = through;
+    before = through - value;
+    __syncthreads();  // the sums of all warps are there
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      if (w < warp) before += of_warps[w];
+      total += of_warps[w];
+    }
+  }
+};
+
+/// How each of some sets gets blocks of its own: in proportion to its tiles, and no more than one
+/// for each `kWarps` tiles.
+template <int kWarps>
+struct BlocksOfSets {
+  unsigned spare;  ///< Blocks of the launch beside one of each set.
+  unsigned total;  ///< Tiles of all sets.
+
+  [[nodiscard]] __device__ unsigned of(unsigned tiles) const {
+    constexpr unsigned kExact = 1U << 22;  // tiles times blocks fit in 32 bits
+    const unsigned more =
+        total < kExact
+            ? tiles * spare / total
+            : static_cast<unsigned>(static_cast<float>(tiles) * 0.9999F *
+                                    static_cast<float>(spare) / static_cast<float>(total));
+    return min((tiles + kWarps - 1) / kWarps, more + 1);
+  }
+  /// Gives the calling block its share of a set that has `blocks` blocks from `first_block` on.
+  static __device__ void share_out(const RowSet& set, int index, unsigned first_block,
+                                   unsigned blocks, Plan<kWarps>& plan) {
+    const unsigned number = blockIdx.x - first_block;
+    const unsigned each = set.tiles() / blocks;
+    const unsigned longer = set.tiles() - each * blocks;
+    plan.begin = set.first_tile + number * each + min(number, longer);
+    plan.end = plan.begin + each + (number < longer ? 1 : 0);
+    plan.set = set;
+    plan.index = index;
+    plan.set_blocks = static_cast<int>(blocks);
+    plan.first_block = static_cast<int>(first_block);
+  }
+};
+
+/// `make_plan` for at most 32 sets, by the first warp: each set has blocks of its own.
 template <int kWarps>
 __device__ RowTotals plan_few_sets(const AttendRequest& request,
                                    const transfer::SelectionView& selection, int sets,
@@ -144,47 +199,35 @@ __device__ RowTotals plan_few_sets(const AttendRequest& request,
   unsigned tiles = 0;
   if (lane < sets) {
     set = row_set(request, selection, lane);
-    const int listed = set.count - set.num_static;
     tiles = set.tiles();
-    totals.in_place = static_cast<unsigned long long>(set.count - num_staged(selection, listed));
-    totals.listed = static_cast<unsigned long long>(listed);
+    totals.add(set, selection);
   }
-  const unsigned total = __reduce_add_sync(transfer::cuda::kFullWarp, tiles);
-  const unsigned spare = gridDim.x - static_cast<unsigned>(sets);
-  constexpr unsigned kExact = 1U << 22;  // tiles times blocks fit in 32 bits
-  const unsigned more =
-      total < kExact ? tiles * spare / total
-                     : static_cast<unsigned>(static_cast<float>(tiles) * 0.9999F *
-                                             static_cast<float>(spare) / static_cast<float>(total));
-  const unsigned blocks = lane < sets ? min((tiles + kWarps - 1) / kWarps, more + 1) : 0;
+  const BlocksOfSets<kWarps> blocks_of{gridDim.x - static_cast<unsigned>(sets),
+                                       __reduce_add_sync(transfer::cuda::kFullWarp, tiles)};
+  const unsigned blocks = lane < sets ? blocks_of.of(tiles) : 0;
   const unsigned blocks_through = transfer::cuda::inclusive_warp_sum(blocks);
-  const unsigned tiles_through = transfer::cuda::inclusive_warp_sum(tiles);
+  set.first_tile = transfer::cuda::inclusive_warp_sum(tiles) - tiles;
   if (lane == 31) plan.blocks = static_cast<int>(blocks_through);
   const unsigned first_block = blocks_through - blocks;
   if (first_block <= blockIdx.x && blockIdx.x < blocks_through) {
-    const unsigned number = blockIdx.x - first_block;
-    const unsigned each = tiles / blocks;
-    const unsigned longer = tiles - each * blocks;
-    set.first_tile = tiles_through - tiles;
-    plan.begin = set.first_tile + number * each + min(number, longer);
-    plan.end = plan.begin + each + (number < longer ? 1 : 0);
-    plan.set = set;
-    plan.index = lane;
-    plan.set_blocks = static_cast<int>(blocks);
-    plan.first_block = static_cast<int>(first_block);
+    blocks_of.share_out(set, lane, first_block, blocks, plan);
   }
   return totals;
 }
 
-/// All threads of a block find its share of the tiles. A block gets a tile for each of its warps
-/// while there are enough; blocks past `plan.blocks` get none.
+/// All threads of a block find its share of the tiles; blocks past `plan.blocks` get none. A block
+/// gets a tile for each of its warps while there are enough. A second set takes it as long as some
+/// tiles. So each set has blocks of its own where sets are few, and where none of these blocks then
+/// has so many tiles more than in an even split.
 template <int kWarps>
 __device__ RowTotals make_plan(const AttendRequest& request,
                                const transfer::SelectionView& selection, Plan<kWarps>& plan) {
+  constexpr unsigned kTilesOfSet = 2 * kWarps;
   const int thread = static_cast<int>(threadIdx.x);
-  const int lane = thread % 32;
+  const auto block = static_cast<unsigned>(blockIdx.x);
   const int sets = num_sets(request);
-  if (sets <= kFewSets && sets <= static_cast<int>(gridDim.x)) {
+  const bool enough_blocks = sets <= static_cast<int>(gridDim.x);
+  if (sets <= 32 && enough_blocks) {
     RowTotals totals;
     if (thread < 32) totals = plan_few_sets(request, selection, sets, plan);
     __syncthreads();  // the plan is complete
@@ -199,40 +242,62 @@ __device__ RowTotals make_plan(const AttendRequest& request,
 #pragma unroll 1
   for (int i = first; i < last; ++i) {
     set = row_set(request, selection, i);
-    const int listed = set.count - set.num_static;
     tiles += set.tiles();
-    totals.in_place += static_cast<unsigned long long>(set.count - num_staged(selection, listed));
-    totals.listed += static_cast<unsigned long long>(listed);
+    totals.add(set, selection);
   }
-  unsigned before = transfer::cuda::inclusive_warp_sum(tiles);
-  if (lane == 31) plan.warp_tiles[thread / 32] = before;
-  __syncthreads();  // the sums of all warps are there
-  before -= tiles;
-  unsigned total = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    if (w < thread / 32) before += plan.warp_tiles[w];
-    total += plan.warp_tiles[w];
+  const auto set_at = [&](int i) { return per_thread == 1 ? set : row_set(request, selection, i); };
+  const BlockPrefix of_tiles(tiles, plan.warp_tiles);
+  const Split split(of_tiles.total, static_cast<int>(gridDim.x), kWarps);
+  int index = first;
+  unsigned before = of_tiles.before;  // tiles of the sets below `index`
+  if (enough_blocks) {
+    const BlocksOfSets<kWarps> blocks_of{gridDim.x - static_cast<unsigned>(sets), of_tiles.total};
+    unsigned blocks = 0;
+    unsigned most = 0;
+#pragma unroll 1
+    for (int i = first; i < last; ++i) {
+      const unsigned of_set = set_at(i).tiles();
+      const unsigned its_blocks = blocks_of.of(of_set);
+      blocks += its_blocks;
+      most = max(most, (of_set + its_blocks - 1) / its_blocks);
+    }
+    const bool uneven = __syncthreads_or(most > split.each + kTilesOfSet) != 0;
+    if (!uneven) {
+      const BlockPrefix of_blocks(blocks, plan.warp_blocks);
+      if (thread == 0) plan.blocks = static_cast<int>(of_blocks.total);
+      unsigned first_block = of_blocks.before;
+      if (first_block <= block && block < first_block + blocks) {
+        set = set_at(index);
+        for (;;) {
+          blocks = blocks_of.of(set.tiles());
+          if (block < first_block + blocks) break;
+          first_block += blocks;
+          before += set.tiles();
+          set = set_at(++index);
+        }
+        set.first_tile = before;
+        blocks_of.share_out(set, index, first_block, blocks, plan);
+      }
+      __syncthreads();  // the plan is complete
+      return totals;
+    }
   }
-  const Split split(total, static_cast<int>(gridDim.x), kWarps);
-  const int block = static_cast<int>(blockIdx.x);
   if (thread == 0) {
     plan.split = split;
     plan.blocks = split.blocks;
     plan.set_blocks = 0;
   }
-  if (block < split.blocks) {
-    const unsigned begin = split.begin(block);
+  if (static_cast<int>(block) < split.blocks) {
+    const unsigned begin = split.begin(static_cast<int>(block));
     if (before <= begin && begin < before + tiles) {
-      int index = first;
-      if (per_thread > 1) set = row_set(request, selection, index);
+      set = set_at(index);
       while (before + set.tiles() <= begin) {
         before += set.tiles();
-        set = row_set(request, selection, ++index);
+        set = set_at(++index);
       }
       set.first_tile = before;
       plan.begin = begin;
-      plan.end = split.begin(block + 1);
+      plan.end = split.begin(static_cast<int>(block) + 1);
       plan.set = set;
       plan.index = index;
     }
