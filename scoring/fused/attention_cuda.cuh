@@ -259,7 +259,7 @@ __device__ inline void count_attended(const FilterArgs& args, const FusedRows& r
   if (request.flags == nullptr) return;
   const auto heads = static_cast<unsigned long long>(request.kv.kv_heads);
   auto selected = static_cast<unsigned long long>(rows.count - rows.num_static);
-  if (request.params.threshold > 0.0F) {
+  if (request.params.threshold > 0.0F || args.recall.active) {
     const std::int64_t first_group = std::int64_t{query_index} * request.kv.kv_heads;
     unsigned long long& sum = args.filter.mailboxes[first_group].rows_selected;
     const unsigned long long through = atomicAdd(&sum, 1ULL << kGroupBit | selected) + selected;

@@ -56,7 +56,10 @@ SelectionPlan plan_selection(const SelectShape& shape, const DeviceLimits& devic
     return plan;
   }
   if (shape.recall) {
-    if (may_exchange && stream_serves_recall(shape)) plan_stream(shape, device, plan);
+    if (may_exchange && stream_serves_recall(shape)) {
+      plan_stream(shape, device, plan);
+      plan_attention(shape, device, plan);
+    }
     return plan;
   }
   const bool counts = params.threshold == 0.0F;

@@ -624,15 +624,21 @@ void enqueue_stream_choice(cudaStream_t stream, const FilterArgs& args, const Sc
   const auto of_recall = [](auto made) {
     return choose_from_stream<true, false, false, decltype(made)>;
   };
+  const auto of_recall_cached = [](auto made) {
+    return choose_from_stream<true, false, true, decltype(made)>;
+  };
   const auto in_two = [](auto made) {
     return choose_from_stream<false, true, false, decltype(made)>;
   };
-  const auto kernel = args.recall.active  ? visit_recall_shape(request, of_recall)
-                      : second != nullptr ? visit_phase_shape(request, in_two)
+  const bool through_cache = request.cached != nullptr;
+  const auto kernel = args.recall.active  ? through_cache
+                                                ? visit_recall_shape(request, of_recall_cached)
+                                                : visit_recall_shape(request, of_recall)
+                       : second != nullptr ? visit_phase_shape(request, in_two)
                       : request.params.estimator == Estimator::kSoftCollision
                           ? visit_collision_shape(request, plain)
-                      : request.cached != nullptr ? visit_stream_shape(request, cached)
-                                                  : visit_stream_shape(request, plain);
+                      : through_cache ? visit_stream_shape(request, cached)
+                                      : visit_stream_shape(request, plain);
   allow_shape(kernel);
   const dim3 grid(static_cast<unsigned>(request.kv.kv_heads) * plan.blocks,
                   static_cast<unsigned>(args.part.count));

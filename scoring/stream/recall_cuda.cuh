@@ -24,7 +24,7 @@ __device__ inline RecallSums sum_recall(const FilterArgs& args, std::int64_t gro
   const int last = __ldcg(&of_group.last_block);
   RecallSums total{};
   for (int block = __ldcg(&of_group.first_block) + lane; block <= last; block += 32) {
-    const std::int64_t part = (group_index + block) * kFusedHeads + head;
+    const std::int64_t part = (args.place_of(group_index) + block) * kFusedHeads + head;
     const float4 weights = __ldcg(parts + 2 * part);
     const float4 moments = __ldcg(parts + 2 * part + 1);
     total.add(

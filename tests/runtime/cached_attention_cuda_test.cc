@@ -20,6 +20,7 @@ struct CachedCase {
   int query_heads = 8;
   int kv_heads = 2;
   RetrievalConfig retrieval;
+  double recall = 0.0;  ///< Of a recall target; 0: none.
   std::vector<std::int64_t> lengths{3000};
   DType dtype = DType::kBFloat16;
   PageFormat format = PageFormat::kModel;
@@ -84,6 +85,12 @@ std::vector<CachedCase> cases() {
       {.name = "StreamInt8", .retrieval = streamed(usual(300)), .format = PageFormat::kInt8},
       {.name = "StreamSigns", .retrieval = streamed(signs(300))},
       {.name = "StreamErrorTarget", .retrieval = with_error(streamed(usual(300)))},
+      {.name = "RecallTarget", .retrieval = usual(900), .recall = 0.5},
+      {.name = "RecallTargetInt8",
+       .retrieval = usual(900),
+       .recall = 0.5,
+       .lengths = {3000, 100},
+       .format = PageFormat::kInt8},
       {.name = "StreamSparsity",
        .retrieval = with_sparsity(streamed(usual(1))),
        .lengths = {6000},
@@ -187,6 +194,11 @@ class CachedAttentionTest : public ::testing::TestWithParam<CachedCase> {
     return config;
   }
 
+  static AttendOptions options_of(const CachedCase& c) {
+    if (c.recall == 0.0) return {};
+    return {.recall_target = RecallTarget{.recall = c.recall, .min_top_k = 1}};
+  }
+
   /// An engine, and a session per length.
   struct Run {
     Run(const CachedCase& c, bool apart) : engine(config_of(c, apart)) {
@@ -211,6 +223,7 @@ class CachedAttentionTest : public ::testing::TestWithParam<CachedCase> {
     std::vector<CallTensors> step(const CachedCase& c, std::uint64_t seed) {
       std::vector<CallTensors> calls = calls_of(c, seed);
       std::vector<BatchItem> items = batch_of(sessions, calls);
+      for (BatchItem& item : items) item.options = options_of(c);
       // Ids are wanted by calls alone.
       if (items.size() == 1) items.front().outputs = calls.front().outputs(true);
       engine.decode(0, items);

@@ -82,6 +82,35 @@ class PriorityAttendTest : public PriorityTest {
       }
     }
   }
+  /// Of one query over enough tokens for three blocks, with rows on the device.
+  void expect_rows_counted(const RetrievalConfig& retrieval, int group,
+                           const AttendOptions& options) const {
+    Config config = config_of(retrieval, group);
+    config.model.head_dim = 128;
+    config.memory.placement = KvPlacement::kDevice;
+    Engine engine(config);
+    Session session = engine.open();
+    append_random(session, config.model, 0, 2600, 3);
+    const HostTensor query = queries(config.model, 1, 4);
+    const Picked picked = pick(session, config.model, query, retrieval, 0, options);
+    std::uint64_t selected = 0;
+    std::size_t fewest = 2600, most = 0;
+    for (int head = 0; head < config.model.kv_heads; ++head) {
+      const std::size_t of_head = picked.ids.ids(0, head).size();
+      selected += of_head;
+      fewest = std::min(fewest, of_head);
+      most = std::max(most, of_head);
+    }
+    if (options.recall_target) {
+      ASSERT_LT(fewest, most);
+      ASSERT_LT(most, static_cast<std::size_t>(retrieval.top_k));
+    }
+    const Stats before = engine.stats();
+    const Results results = attend(session, config.model, query, retrieval, nullptr, 0, options);
+    const Stats after = engine.stats();
+    EXPECT_EQ(after.cumulative.rows_selected - before.cumulative.rows_selected, selected);
+    expect_attended(session, config.model, query, retrieval, picked, results);
+  }
 };
 KVTIER_INSTANTIATE_BACKENDS(PriorityAttendTest);
 
@@ -182,25 +211,24 @@ TEST_P(PriorityAttendTest, CountsTheRowsThatAnErrorTargetTakesOfEachKvHead) {
         retrieval.query_bits = query_bits;
         retrieval.error_target = error_target;
         retrieval.top_k = 150;  // fewer than .05 takes
-        Config config = config_of(retrieval, group);
-        config.model.head_dim = 128;
-        config.memory.placement = KvPlacement::kDevice;
-        Engine engine(config);
-        Session session = engine.open();
-        append_random(session, config.model, 0, 2600, 3);  // for three blocks
-        const HostTensor query = queries(config.model, 1, 4);
-        const Picked picked = pick(session, config.model, query, retrieval);
-        std::uint64_t selected = 0;
-        for (std::int64_t token = 0; token < query.tokens(); ++token) {
-          for (int head = 0; head < config.model.kv_heads; ++head) {
-            selected += picked.ids.ids(token, head).size();
-          }
-        }
-        const Stats before = engine.stats();
-        const Results results = attend(session, config.model, query, retrieval);
-        const Stats after = engine.stats();
-        EXPECT_EQ(after.cumulative.rows_selected - before.cumulative.rows_selected, selected);
-        expect_attended(session, config.model, query, retrieval, picked, results);
+        expect_rows_counted(retrieval, group, {});
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_P(PriorityAttendTest, CountsTheRowsThatARecallTargetTakesOfEachKvHead) {
+  for (const int query_bits : {4, 8}) {
+    for (const int group : {1, 8}) {
+      for (const double recall : {0.3, 0.7}) {
+        SCOPED_TRACE(::testing::Message()
+                     << query_bits << " bits, " << group << " heads a group, " << recall);
+        RetrievalConfig retrieval = priority_estimators()[0];
+        retrieval.query_bits = query_bits;
+        retrieval.top_k = 1500;
+        expect_rows_counted(retrieval, group,
+                            {.recall_target = RecallTarget{.recall = recall, .min_top_k = 1}});
         if (HasFailure()) return;
       }
     }
