@@ -71,8 +71,16 @@ class Leased(Closing):
             raise make_error(ErrorCode.FAILED_PRECONDITION, message)
         return self._name
 
+    def check_process(self) -> None:
+        """As `Connection.check_process`."""
+        self._connection.check_process()
+
     def _end(self, method: Callable[..., Any], request: Any) -> None:
-        """Ends the lease by a call, once, waiting a second at most. When this fails, it runs out."""
+        """Ends the lease by a call, once, waiting a second at most. When this fails, it runs out. In a
+        fork of the process the lease stays that of the other process."""
+        if self._connection.is_forked:
+            self._open = False
+            return
         with self._closing:
             if not self._open:
                 return

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ContextManager, Iterator, Optional, Sequence
 
 import kvtier
-from kvtier.config import Estimator, RetrievalConfig, SelectionRule, SketchCode
+from kvtier.config import RetrievalConfig, SelectionRule
 from kvtier.engine_config import Backend, KvPlacement
 from kvtier.errors import invalid, without_package
 from kvtier.model_options import add_model_options, interruptible, load_model
@@ -40,12 +40,7 @@ def retrieval_of(preset: str, k: int, head_dim: int) -> RetrievalConfig:
     if preset == "top_k":
         retrieval = replace(retrieval, rule=SelectionRule.TOP_K)
     if preset == "socket":
-        retrieval = replace(
-            RetrievalConfig.socket(),
-            estimator=Estimator.SOFT_COLLISION,
-            rule=SelectionRule.TOP_K,
-            code=SketchCode.SIGN,
-        )
+        retrieval = RetrievalConfig.socket()
     return replace(retrieval, top_k=k) if k else retrieval
 
 

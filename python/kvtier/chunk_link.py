@@ -9,6 +9,8 @@ from typing import Sequence
 from kvtier.client import Client
 from kvtier.pages import RemotePages
 
+_END_SECONDS = 1.0
+
 
 class ChunkLink:
     """A connection with its leases and pins, used until it fails."""
@@ -58,6 +60,8 @@ class ChunkLink:
             return [each[-1] if each else None for each in pins]
 
     def end(self) -> None:
-        for lease in list(self._leases.values()):
-            lease.close()
+        """Gives the leases back, waiting a second at most for all of them."""
+        with self.client.connection.deadline(_END_SECONDS):
+            for lease in list(self._leases.values()):
+                lease.close()
         self.client.close()

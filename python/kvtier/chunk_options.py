@@ -95,5 +95,5 @@ def _token(path: str) -> str:
         return ""
     try:
         return Path(path).read_text().strip()
-    except OSError as failure:
+    except (OSError, UnicodeDecodeError) as failure:
         raise invalid(f"token_file: expected a readable file, found {path}: {failure}") from None

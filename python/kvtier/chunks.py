@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -77,6 +78,7 @@ class ChunkStore(Closing):
         self._open = True
         self._statistics = ChunkStatistics()
         self._threads = ThreadPoolExecutor(options.io_threads, "kvtier-chunks")
+        self._process = os.getpid()
 
     @property
     def options(self) -> ChunkOptions:
@@ -138,8 +140,11 @@ class ChunkStore(Closing):
         return otherwise
 
     def start(self, work: Callable[[], T]) -> Future[T]:
-        """Runs `work` in a thread of the store. The future is cancelled once the store is closed."""
+        """Runs `work` in a thread of the store. The future is cancelled once the store is closed, and in
+        a fork of the process, which has none of the threads."""
         try:
+            if os.getpid() != self._process:
+                raise RuntimeError
             return self._threads.submit(work)
         except RuntimeError:
             ended: Future[T] = Future()

@@ -30,6 +30,7 @@ T = TypeVar("T")
 _MAX_MESSAGE_BYTES = 4 << 20
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 1.0
+_MAX_TIMEOUT = 1e9  # seconds; grpc and sockets take little more
 # What grpc's message ends with where nothing listens, before the number of the error in some releases.
 _NO_LISTENER = ("Connection refused", "No such file or directory")
 
@@ -53,9 +54,14 @@ def check_peer(connected: socket.socket) -> None:
 
 def check_owner(path: str) -> None:
     """As `check_peer`, of who has made a socket, or a link to one; nothing when there is none."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for status in (os.lstat(path), os.stat(path)):
-            _check_user(status.st_uid)
+    try:
+        for look in (os.lstat, os.stat):
+            _check_user(look(path).st_uid)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as failure:
+        message = f"client: expected a path of a socket, found {path}: {failure.strerror}"
+        raise make_error(ErrorCode.FAILED_PRECONDITION, message) from failure
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class ClientOptions:
     tls_key: str = ""
     #: TCP without TLS; the server must allow it.
     insecure_tcp: bool = False
-    #: Seconds that a call may take, above 0: none waits for ever.
+    #: Seconds that a call may take, above 0 and at most 1e9: none waits for ever.
     timeout: float = 30.0
     #: Attempts at a call that the server cannot take now; 1: no retry.
     attempts: int = 4
@@ -110,8 +116,10 @@ class Connection:
     """Thread-safe."""
 
     def __init__(self, options: ClientOptions, *, is_admin: bool = False) -> None:
-        if not options.timeout > 0:
-            raise invalid(f"timeout: expected above 0, found {options.timeout} s")
+        if not 0 < options.timeout <= _MAX_TIMEOUT:
+            raise invalid(
+                f"timeout: expected above 0 s and at most {_MAX_TIMEOUT:g}, found {options.timeout}"
+            )
         if options.attempts < 1:
             raise invalid(f"attempts: expected at least 1, found {options.attempts}")
         if not all("!" <= c <= "~" for c in options.token):
@@ -132,7 +140,9 @@ class Connection:
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        self._channel.close()
+        """Ends the channel; in a fork of the process leaves it to the other process."""
+        if not self.is_forked:
+            self._channel.close()
 
     @contextlib.contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
@@ -149,13 +159,17 @@ class Connection:
         """Whether this process is a fork of the one that made the connection."""
         return os.getpid() != self._process
 
-    def seconds_left(self) -> float:
-        """Returns how long a call of this thread may take: the timeout, less within `deadline`.
-        Raises DeadlineExceededError when that has passed, and FailedPreconditionError in a fork of
-        the process, which has the same sockets: each would read what the other is sent."""
+    def check_process(self) -> None:
+        """Raises FailedPreconditionError in a fork of the process, which has the same sockets, so that
+        each would read what the other is sent, and none of the threads."""
         if self.is_forked:
             message = "client: expected the process that made it, found a fork of that process"
             raise make_error(ErrorCode.FAILED_PRECONDITION, message)
+
+    def seconds_left(self) -> float:
+        """Returns how long a call of this thread may take: the timeout, less within `deadline`.
+        Raises DeadlineExceededError when that has passed, and as `check_process` does."""
+        self.check_process()
         left = self._deadline.at - time.monotonic()
         if left <= 0:
             raise make_error(ErrorCode.DEADLINE_EXCEEDED, "client: the deadline has passed")

@@ -67,8 +67,9 @@ class Channel:
     """An attached connection. Used by one thread at a time; broken after an error but one that the
     server reported."""
 
-    def __init__(self, path: str, token: bytes, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(self, path: str, token: bytes, deadline: float) -> None:
+        #: By the steady clock, of the calls until it is set anew.
+        self.deadline = deadline
         self._last_id = 0
         self._buffer = bytearray(_BUFFER_BYTES)
         self._have = 0
@@ -77,7 +78,7 @@ class Channel:
         self.broken = True
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.settimeout(timeout)
+            self._limit_wait()
             self._socket.connect(path)
             check_peer(self._socket)
             self.staging = self._attach(token)
@@ -101,7 +102,7 @@ class Channel:
             return None
         control = frames.encode_call(
             call.method,
-            self.timeout,
+            self.deadline - time.monotonic(),
             (end, call.output_bytes),
             extents,
             call.request.SerializeToString(),
@@ -144,15 +145,17 @@ class Channel:
 
     def exchange(self, type: int, control: bytes, flags: int = 0) -> list[bytes]:
         """Makes a request and returns the controls of its reply's frames, one but for many pages.
-        Raises what the server says."""
+        Raises what the server says; after the deadline, with nothing sent, DeadlineExceededError."""
         bodies: list[bytes] = []
+        seconds = self.deadline - time.monotonic()
+        if seconds <= 0:
+            raise make_error(ErrorCode.DEADLINE_EXCEEDED, "data plane: the deadline has passed")
         self.broken = True  # unless all goes well
         self._last_id += 1
-        deadline = time.monotonic() + self.timeout
         try:
-            self._send(type, control, deadline, flags)
+            self._send(type, control, flags)
             while True:
-                header, body = self._receive(deadline)
+                header, body = self._receive()
                 if header.type == frames.GO_AWAY:
                     break
                 if header.request_id == self._last_id:
@@ -160,8 +163,8 @@ class Channel:
                     if not header.flags & frames.MORE:
                         break
         except TimeoutError:
-            message = f"data plane: no answer within {self.timeout} s"
-            raise make_error(ErrorCode.DEADLINE_EXCEEDED.value, message) from None
+            message = f"data plane: no answer within {seconds:.3g} s"
+            raise make_error(ErrorCode.DEADLINE_EXCEEDED, message) from None
         except (OSError, frames.FrameError) as error:
             raise _gone(f"the server is gone: {error}") from None
         if header.type == frames.GO_AWAY:
@@ -172,9 +175,8 @@ class Channel:
         return bodies
 
     def _attach(self, token: bytes) -> NDArray[np.uint8]:
-        deadline = time.monotonic() + self.timeout
-        self._send(frames.ATTACH, token, deadline)
-        header, body = self._receive(deadline)
+        self._send(frames.ATTACH, token)
+        header, body = self._receive()
         if header.type != frames.ATTACHED:
             raise _told(body) if header.type == frames.GO_AWAY else _gone("expected to be attached")
         regions = frames.decode_attached(body)
@@ -193,15 +195,18 @@ class Channel:
             raise _gone("expected memory to share")
         return staging
 
-    def _send(self, type: int, control: bytes, deadline: float, flags: int = 0) -> None:
-        self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+    def _limit_wait(self) -> None:
+        self._socket.settimeout(max(self.deadline - time.monotonic(), 1e-3))
+
+    def _send(self, type: int, control: bytes, flags: int = 0) -> None:
+        self._limit_wait()
         self._socket.sendall(frames.encode_header(type, self._last_id, control, flags) + control)
 
-    def _receive(self, deadline: float) -> tuple[frames.Header, bytes]:
-        self._fill(frames.HEADER_BYTES, deadline)
+    def _receive(self) -> tuple[frames.Header, bytes]:
+        self._fill(frames.HEADER_BYTES)
         header = frames.decode_header(bytes(self._buffer[: frames.HEADER_BYTES]))
         end = frames.HEADER_BYTES + header.control_bytes
-        self._fill(end, deadline)
+        self._fill(end)
         body = bytes(self._buffer[frames.HEADER_BYTES : end])
         self._buffer[: self._have - end] = self._buffer[end : self._have]
         self._have -= end
@@ -209,12 +214,12 @@ class Channel:
             raise frames.FrameError("expected a control with the checksum of the header")
         return header, body
 
-    def _fill(self, size: int, deadline: float) -> None:
+    def _fill(self, size: int) -> None:
         """Receives until the buffer has `size` bytes."""
         if size > len(self._buffer):
             self._buffer.extend(bytes(size - len(self._buffer)))
         while self._have < size:
-            self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+            self._limit_wait()
             if self._last_id == 0:  # attaching
                 data, descriptors, _, _ = socket.recv_fds(
                     self._socket, len(self._buffer) - self._have, _MAX_DESCRIPTORS
@@ -300,7 +305,7 @@ class Planes:
             return
         try:
             if channel.arena is None:  # attached before there were pages
-                fresh = self._make()
+                fresh = self._make(channel.deadline)
                 if fresh is None:
                     return
                 channel.close()
@@ -322,21 +327,21 @@ class Planes:
     def _borrow(self) -> Channel | None:
         if not self._usable:
             return None
-        timeout = self._connection.seconds_left()
+        deadline = time.monotonic() + self._connection.seconds_left()
         with self._returned:
             while self._may_ask() and not self._idle and self._made >= _MAX_CHANNELS:
-                if not self._returned.wait(timeout):
+                if not self._returned.wait(deadline - time.monotonic()):
                     return None
             if not self._usable or not (self._idle or self._may_ask()):
                 return None
             if self._idle:
                 channel = self._idle.pop()
-                channel.timeout = timeout
+                channel.deadline = deadline
                 return channel
             self._made += 1
         made: Channel | None = None
         try:
-            made = self._make()
+            made = self._make(deadline)
         finally:
             if made is None:
                 with self._returned:
@@ -366,7 +371,9 @@ class Planes:
 
     def attach(self, staging_bytes: int) -> Attached | None:
         """Returns a channel that no call uses; None when there is none to be had."""
-        return self._attach(staging_bytes) if self._usable else None
+        if not self._usable:
+            return None
+        return self._attach(staging_bytes, time.monotonic() + self._connection.seconds_left())
 
     def detach(self, attached: Attached) -> None:
         """Ends an attachment and closes its channel; in a fork of the process leaves it as it is.
@@ -383,21 +390,23 @@ class Planes:
             pass  # the end of the connection ends it, too
         attached.channel.close()
 
-    def _make(self) -> Channel | None:
-        attached = self._attach(0)
+    def _make(self, deadline: float) -> Channel | None:
+        attached = self._attach(0, deadline)
         return None if attached is None else attached.channel
 
-    def _attach(self, staging_bytes: int) -> Attached | None:
+    def _attach(self, staging_bytes: int, deadline: float) -> Attached | None:
         connection = self._connection
         request = shared_memory_pb2.CreateAttachmentRequest(
             process_id=os.getpid(), staging_bytes=staging_bytes
         )
         try:
-            made = connection.call_once(connection.shared_memory.CreateAttachment, request)
+            left = deadline - time.monotonic()
+            create = connection.shared_memory.CreateAttachment
+            made = connection.call_once(create, request, left)
             for endpoint in made.endpoints:
                 if endpoint.startswith("unix:"):
                     path = endpoint.removeprefix("unix:")
-                    channel = Channel(path, made.token, connection.seconds_left())
+                    channel = Channel(path, made.token, deadline)
                     return Attached(channel, made.attachment.name)
         except (ClientError, OSError, ValueError, frames.FrameError):
             pass  # every call can go over gRPC

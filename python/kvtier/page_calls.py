@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Sequence
+from typing import Any, Callable, Sequence, TypeVar
 
 from kvtier.buffers import Bytes
 from kvtier.errors import ClientError, invalid
 from kvtier.lease import Closing
 from kvtier.pages import FoundPage, GetOutcome, PagePut, PutOutcome, RemotePages
+
+T = TypeVar("T")
 
 
 class PageFutures(Closing):
@@ -30,32 +32,36 @@ class PageFutures(Closing):
     def lookup(
         self, hashes: Sequence[bytes], layers: Sequence[int], *, pin: bool = False
     ) -> Future[list[FoundPage]]:
-        return self._threads.submit(self._pages.lookup, hashes, layers, pin=pin)
+        return self._start(self._pages.lookup, hashes, layers, pin=pin)
 
     def find(
         self, hashes: Sequence[bytes], layers: Sequence[int], *, pin: bool = False
     ) -> Future[list[list[FoundPage] | None]]:
-        return self._threads.submit(self._pages.find, hashes, layers, pin=pin)
+        return self._start(self._pages.find, hashes, layers, pin=pin)
 
     def contains(self, hashes: Sequence[bytes], layers: Sequence[int]) -> Future[list[bool]]:
-        return self._threads.submit(self._pages.contains, hashes, layers)
+        return self._start(self._pages.contains, hashes, layers)
 
     def put(self, pages: Sequence[PagePut]) -> Future[list[PutOutcome]]:
-        return self._threads.submit(self._pages.put, pages)
+        return self._start(self._pages.put, pages)
 
     def get(
         self, handles: Sequence[str], into: Sequence[Bytes] | None = None
     ) -> Future[list[GetOutcome]]:
-        return self._threads.submit(self._pages.get, handles, into)
+        return self._start(self._pages.get, handles, into)
 
     def pin(self, handles: Sequence[str]) -> Future[list[FoundPage | ClientError]]:
-        return self._threads.submit(self._pages.pin, handles)
+        return self._start(self._pages.pin, handles)
 
     def unpin(self, handles: Sequence[str]) -> Future[list[ClientError | None]]:
-        return self._threads.submit(self._pages.unpin, handles)
+        return self._start(self._pages.unpin, handles)
 
     def remove(self, handles: Sequence[str]) -> Future[list[ClientError | None]]:
-        return self._threads.submit(self._pages.remove, handles)
+        return self._start(self._pages.remove, handles)
+
+    def _start(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
+        self._pages.check_process()  # a fork has none of the threads
+        return self._threads.submit(call, *args, **kwargs)
 
     def close(self) -> None:
         """Takes back what no thread has begun, and waits for the rest."""

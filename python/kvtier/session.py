@@ -376,7 +376,8 @@ class RemoteSession(Leased):
 
     def close(self) -> None:
         """Releases the session, waiting a second at most. When this fails, the lease ends it."""
-        self._steps.close()
+        if not self._connection.is_forked:
+            self._steps.close()
         request = session_pb2.ReleaseSessionRequest(name=self._name)
         self._end(self._connection.sessions.ReleaseSession, request)
 

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 from pathlib import Path
 
 import kvtier
 import numpy as np
-from server import BINARY, PATIENCE, Server
+from server import BINARY, PATIENCE, Server, succeeds_in_fork
 
 MODEL = kvtier.ModelConfig(layers=1, query_heads=2, kv_heads=1, head_dim=64)
 TENANTS = 102  # more than one reply lists
@@ -37,6 +38,18 @@ class AdminTest(unittest.TestCase):
         self.addCleanup(self.admin.close)
         self.client = kvtier.Client(self.server.address, token="secret")
         self.addCleanup(self.client.close)
+
+    def test_a_fork_leaves_the_connection_of_its_parent(self) -> None:
+        self.admin.info()
+
+        def close() -> bool:
+            channel = unittest.mock.Mock()
+            self.admin._connection._channel = channel
+            self.admin.close()
+            return not channel.mock_calls
+
+        self.assertTrue(succeeds_in_fork(close))
+        self.admin.info()
 
     def test_the_server_is_told_of(self) -> None:
         info = self.admin.info()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 import threading
+import time
 import unittest
+import unittest.mock
 from typing import Any, Callable
 
 import kvtier
@@ -14,7 +17,7 @@ from kvtier.breaker import CircuitBreaker
 from kvtier.chunk_options import ChunkOptions
 from kvtier.chunks import MAX_PAGE_BYTES, ChunkGroup, ChunkStore
 from kvtier.identity import make_identity
-from server import PATIENCE, Server, ServerTest, wait_until
+from server import PATIENCE, Server, ServerTest, succeeds_in_fork, wait_until
 
 SIZES = (1, 4095, 40_000, MAX_PAGE_BYTES, MAX_PAGE_BYTES + 1, 2 * MAX_PAGE_BYTES - 3)
 
@@ -205,6 +208,39 @@ class ChunksTest(ServerTest, ChunkCase):
         self.assertTrue(group.lock([key(1)]).cancelled())
 
 
+    def test_a_fork_of_the_process_has_misses(self) -> None:
+        store = self.store(self.server, io_threads=1)
+        group = store.group("fork", 4096)
+        self.put(group, [1])
+
+        def misses() -> bool:
+            found = group.get([key(1)], [bytearray(4096)]).result(PATIENCE)
+            held = group.lock([key(1)])
+            store.close()
+            return found == [False] and held.cancelled() and not group.contains([key(1)])[0]
+
+        self.assertTrue(succeeds_in_fork(misses))
+        self.assertEqual(self.get(group, [1]), [True])
+
+    def test_the_leases_of_a_store_are_given_back_within_a_second(self) -> None:
+        store = self.store(self.server)
+        for size in (4096, 8192, 16384):
+            store.group("end", size)
+        clock, asked = [time.monotonic()], []
+
+        def close(request: Any, timeout: float, metadata: Any) -> None:
+            asked.append(timeout)
+            clock[0] += timeout  # there is no answer
+            raise kvtier.DeadlineExceededError(kvtier.ErrorCode.DEADLINE_EXCEEDED, "late")
+
+        assert store._link is not None
+        pages = unittest.mock.Mock(CloseLease=close)
+        with unittest.mock.patch.object(store._link.client.connection, "pages", pages):
+            with unittest.mock.patch("time.monotonic", lambda: clock[0]):
+                store.close()
+        self.assertLessEqual(sum(asked), 1.0 + 1e-6)
+
+
 class GrpcChunksTest(ChunksTest):
     """The same over gRPC."""
 
@@ -377,6 +413,12 @@ class OptionsTest(unittest.TestCase):
             {"token_file": "/nowhere"},
         ):
             with self.subTest(options=options), self.assertRaises(kvtier.InvalidArgumentError):
+                ChunkStore(ChunkOptions.parse(options))
+        with tempfile.NamedTemporaryFile() as token:
+            token.write(b"\xff")
+            token.flush()
+            options = {"token_file": token.name}
+            with self.assertRaisesRegex(kvtier.InvalidArgumentError, "token_file: expected a readable"):
                 ChunkStore(ChunkOptions.parse(options))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
+import tempfile
 import threading
 import unittest
 from typing import Any
@@ -69,6 +71,18 @@ class SettingsTest(unittest.TestCase):
                 )
         with self.assertRaisesRegex(ValueError, "rule: expected .*TOP_K.*found <SketchCode.SIGN"):
             dataclasses.replace(kvtier.RetrievalConfig(), rule=kvtier.SketchCode.SIGN)
+
+
+class AddressTest(unittest.TestCase):
+    def test_paths_that_cannot_be_looked_at_are_refused_with_the_reason(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            os.symlink("loop", f"{folder}/loop")
+            for path, reason in (
+                (f"{folder}/loop", "Too many levels"),
+                ("/" + 5000 * "x", "File name too long"),
+            ):
+                with self.assertRaisesRegex(kvtier.FailedPreconditionError, reason):
+                    kvtier.Client(f"unix:{path}")
 
 
 class SessionTest(ServerTest):

@@ -524,6 +524,7 @@ class BadInputTest(EngineTest):
                 lambda: session.append(0, keys.astype(float), values),
             ),
             ("keys: expected fp32, fp16 or bf16, found int32", lambda: session.append(0, keys.astype(np.int32), values)),
+            ("keys: expected the byte order of this machine, found >f4", lambda: session.append(0, keys.astype(">f4"), values)),
             ("selected: expected int32, found float64", lambda: session.attend(0, query, selected=np.zeros((1, KV_HEADS, 1)))),
             ("bias: expected float32, found float64", lambda: session.attend(0, query, selected=np.zeros((1, KV_HEADS, 1), np.int32), bias=np.zeros((1, KV_HEADS, 1)))),
             ("keys: expected .*found fp16", lambda: session.append(0, keys[:, :1], values)),

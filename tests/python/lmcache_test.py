@@ -24,6 +24,9 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, Tensor
 from lmcache.v1.platform.event_notifier import consume_fd
 from server import PATIENCE, Server, ServerTest
 
+from kvtier.chunk_options import ChunkOptions
+from kvtier.lmcache.objects import ObjectStore
+
 
 def make_object(data: Any) -> Any:
     """Returns an object of LMCache over a copy of the bytes."""
@@ -199,6 +202,15 @@ class LmcacheTest(ServerTest):
         level.adapter.close()
         task = level.adapter.submit_store_task([level.key(1)], [make_object(content(1, 10))])
         self.assertFalse(level.adapter.pop_completed_store_tasks()[task].is_successful())
+
+    def test_locks_of_a_closed_store_end_with_it(self) -> None:
+        objects = ObjectStore("test", ChunkOptions.parse({"server": self.server.address, **PATIENT}))
+        self.addCleanup(objects.close)
+        self.assertEqual(objects.put([b"k"], [memoryview(b"object")]), [True])
+        self.assertEqual(objects.lock([b"k"]), [True])
+        objects.close()
+        objects.unlock([b"k"])
+        self.assertEqual(objects.count_locked(), 0)
 
 
 class LmcacheFaultTest(unittest.TestCase):

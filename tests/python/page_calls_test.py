@@ -9,7 +9,7 @@ from typing import Any
 
 import kvtier
 import numpy as np
-from server import PATIENCE, ServerTest
+from server import PATIENCE, ServerTest, succeeds_in_fork
 
 PAGE = 40_000
 
@@ -66,6 +66,18 @@ class PageCallsTest(ServerTest):
         for threads in (0, 65):
             with self.assertRaisesRegex(kvtier.InvalidArgumentError, "threads: expected 1 to 64"):
                 kvtier.PageFutures(self.open("errors"), threads)
+
+    def test_a_fork_is_refused(self) -> None:
+        with kvtier.PageFutures(self.open("fork"), 1) as calls:
+            self.assertEqual(calls.contains([b"x"], [0]).result(PATIENCE), [False])
+
+            def refused() -> bool:
+                with calls, self.assertRaisesRegex(kvtier.FailedPreconditionError, "found a fork"):
+                    calls.contains([b"x"], [0]).result(PATIENCE)
+                return True
+
+            self.assertTrue(succeeds_in_fork(refused))
+            self.assertEqual(calls.contains([b"x"], [0]).result(PATIENCE), [False])
 
     def test_a_paused_server_does_not_hold_up_the_event_loop(self) -> None:
         pages = self.open("paused")

@@ -6,21 +6,21 @@ import fcntl
 import gc
 import os
 import random
-import signal
 import socket
 import struct
 import tempfile
 import threading
+import time
 import unittest
 import unittest.mock
 from typing import Any, Callable
 
 import kvtier
 import numpy as np
-from kvtier import frames
+from kvtier import frames, page_plane
 from kvtier.data_plane import Channel, PlaneCall
 from kvtier.v1 import attention_pb2, status_pb2
-from server import ServerTest
+from server import PATIENCE, ServerTest, succeeds_in_fork
 
 MODEL = kvtier.ModelConfig(layers=1, query_heads=2, kv_heads=1, head_dim=64)
 RETRIEVAL = kvtier.RetrievalConfig.of(
@@ -170,14 +170,39 @@ class PlaneTest(ServerTest):
         attached = self.client.planes.attach(1 << 20)
         assert attached is not None
         self.addCleanup(self.client.planes.detach, attached)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)
+
+        def detach() -> bool:
             calls = unittest.mock.Mock()
             self.client.connection.shared_memory = calls
             self.client.planes.detach(attached)
-            os._exit(len(calls.mock_calls))
-        self.assertEqual(os.waitpid(child, 0)[1], 0)
+            return not calls.mock_calls
+
+        self.assertTrue(succeeds_in_fork(detach))
+
+    def test_a_fork_closes_its_sessions_without_the_threads_of_its_parent(self) -> None:
+        held, forked = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with self.client.leases._changed:
+                held.set()
+                forked.wait(PATIENCE)
+
+        def close() -> bool:
+            steps = unittest.mock.Mock()
+            self.session._steps = steps
+            with self.session, self.client:
+                pass
+            return not steps.mock_calls
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        try:
+            self.assertTrue(held.wait(PATIENCE))
+            self.assertTrue(succeeds_in_fork(close))
+        finally:
+            forked.set()
+            thread.join()
+        self.session.refresh()
 
     def test_a_step_on_a_connection_that_ended_is_made_over_grpc_once(self) -> None:
         query, row = rows(1, 2), rows(1, 1)
@@ -251,6 +276,24 @@ class PlaneTest(ServerTest):
         self.session.attend(0, query)
         self.session.refresh()
         self.assertEqual(self.session.length(0), 1)
+
+    def test_a_call_waits_for_a_connection_no_longer_than_its_timeout(self) -> None:
+        clock, waits = [time.monotonic()], [0]
+
+        def wait(timeout: float) -> bool:
+            """A connection is given back each second, and another thread takes it."""
+            waits[0] += 1
+            self.assertLess(waits[0], 100, "waited in vain")
+            clock[0] += min(timeout, 1.0)
+            return timeout > 1.0
+
+        planes = self.client.planes
+        with unittest.mock.patch.object(planes, "_made", 4), unittest.mock.patch.object(
+            planes, "_idle", []
+        ), unittest.mock.patch.object(planes._returned, "wait", wait), unittest.mock.patch(
+            "time.monotonic", lambda: clock[0]
+        ):
+            self.assertIsNone(planes._borrow())
 
     def test_what_does_not_fit_is_not_sent(self) -> None:
         self.session.append(0, rows(1, 1), rows(1, 1))
@@ -367,7 +410,7 @@ class HostileServerTest(unittest.TestCase):
         for answer, error in cases:
             self.serve(answer)
             with self.assertRaises(error):
-                Channel(self.path, bytes(32), 30.0)
+                Channel(self.path, bytes(32), time.monotonic() + 30.0)
 
     @staticmethod
     def attached_without_memory() -> bytes:
@@ -376,12 +419,36 @@ class HostileServerTest(unittest.TestCase):
 
     def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_the_timeout(self) -> None:
         self.serve(self.attach)
-        channel = Channel(self.path, bytes(32), 30.0)
+        channel = Channel(self.path, bytes(32), time.monotonic() + 30.0)
         self.addCleanup(channel.close)  # before the server's thread is waited for
-        channel.timeout = 0.2
+        channel.deadline = time.monotonic() + 0.2
         with self.assertRaises(kvtier.DeadlineExceededError):
             self.call(channel)
         self.assertTrue(channel.broken)
+
+    def test_batches_of_a_call_end_by_one_deadline(self) -> None:
+        clock, asked = [0.0], []
+        handles = ["h" * 32] * 600  # three batches
+
+        def answer(peer: socket.socket) -> None:
+            self.attach(peer)
+            while len(asked) < 3 and (head := peer.recv(frames.HEADER_BYTES, socket.MSG_WAITALL)):
+                header = frames.decode_header(head)
+                asked.append(peer.recv(header.control_bytes, socket.MSG_WAITALL))
+                clock[0] += 20.0
+                control = struct.pack("<I", 0)
+                reply = frames.encode_header(frames.PAGES, header.request_id, control)
+                peer.sendall(reply + control)
+
+        self.serve(answer)
+        with unittest.mock.patch("time.monotonic", lambda: clock[0]):
+            channel = Channel(self.path, bytes(32), 30.0)
+            self.addCleanup(channel.close)
+            channel.arena = unittest.mock.Mock()
+            with self.assertRaisesRegex(kvtier.DeadlineExceededError, "the deadline has passed"):
+                page_plane.read(channel, handles, 4096, np.empty, [None] * 600, set())
+        self.assertEqual(len(asked), 2)
+        self.assertFalse(channel.broken)
 
     def replied(self, control: bytes, type: int = frames.REPLY, flags: int = 0) -> Any:
         """Returns what a call raises that is answered so, and whether it broke the channel."""
@@ -394,7 +461,7 @@ class HostileServerTest(unittest.TestCase):
             peer.sendall(head + struct.pack("<I", frames.crc32c(head)) + control)
 
         self.serve(answer)
-        channel = Channel(self.path, bytes(32), 30.0)
+        channel = Channel(self.path, bytes(32), time.monotonic() + 30.0)
         try:
             self.call(channel)
         except kvtier.ClientError as error:

@@ -274,8 +274,10 @@ class OptionsTest(unittest.TestCase):
             ({"server": "nowhere"}, "expected unix:PATH or tcp:HOST:PORT"),
             ({"server": "tcp:localhost:1"}, "expected TLS files for TCP, or insecure_tcp"),
             ({"server": "tcp:localhost:1", "tls_key": "x"}, "together, found some"),
-            ({"server": "unix:/x", "timeout": 0}, "above 0, found 0"),
-            ({"server": "unix:/x", "timeout": float("nan")}, "above 0, found nan"),
+            ({"server": "unix:/x", "timeout": 0}, "above 0 s and at most 1e.09, found 0"),
+            ({"server": "unix:/x", "timeout": float("nan")}, "above 0 s .*, found nan"),
+            ({"server": "unix:/x", "timeout": float("inf")}, "above 0 s .*, found inf"),
+            ({"server": "unix:/x", "timeout": 1e10}, "above 0 s .*, found 10000000000"),
             ({"server": "unix:/x", "attempts": 0}, "at least 1, found 0"),
         ]
         before = threading.active_count()

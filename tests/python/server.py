@@ -60,6 +60,19 @@ def wait_until(test: unittest.TestCase, condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def succeeds_in_fork(work: Callable[[], bool]) -> bool:
+    """Returns whether `work` returns True in a fork of this process, in time."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(int(PATIENCE))
+            code = 0 if work() else 1
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1] == 0
+
+
 class ServerTest(unittest.TestCase):
     """One server for the cases of a class."""
 

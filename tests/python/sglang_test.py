@@ -344,6 +344,9 @@ class SglangTest(ServerTest):
         with self.assertRaisesRegex(kvtier.InvalidArgumentError, "expected pages with memory"):
             self.storage(object())
 
+    def test_options_of_sglang_itself_are_left_to_it(self) -> None:
+        self.storage(MhaPool("page_first"), extra={"file_storage_path": "/somewhere"})
+
     def test_indices_that_do_not_fit_are_refused(self) -> None:
         pool = MhaPool("page_first")
         storage = self.storage(pool)

@@ -16,6 +16,7 @@ import torch
 import vllm
 from server import Server, ServerTest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvtier.vllm.connector import KvtierConnector, KvtierMetadata, Transfer
 
@@ -38,10 +39,12 @@ def make_config(
     )
 
 
-def make_cache_config(groups: int = 1) -> Any:
-    group = SimpleNamespace(
-        kv_cache_spec=SimpleNamespace(block_size=TOKENS), layer_names=list(LAYERS)
+def make_cache_config(groups: int = 1, **window: int) -> Any:
+    kind = SlidingWindowSpec if window else FullAttentionSpec
+    spec = kind(
+        block_size=TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16, **window
     )
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=list(LAYERS))
     return SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[group] * groups)
 
 
@@ -360,6 +363,9 @@ class VllmConnectorTest(ServerTest):
         request.skip_reading_prefix_cache = True
         self.assertEqual(engine.scheduler.get_num_new_matched_tokens(request, 0), (0, False))
 
+    def test_no_request_has_to_deliver_its_blocks(self) -> None:
+        self.assertIs(self.engine().scheduler.requires_kv_delivery, False)
+
     def test_says_that_it_forgets_nothing(self) -> None:
         engine = self.engine()
         prompt = [1, 2, 3]
@@ -388,6 +394,10 @@ class VllmConnectorTest(ServerTest):
         config = make_config(self.server, "m", {})
         with self.assertRaisesRegex(kvtier.InvalidArgumentError, "one group of layers, found 2"):
             KvtierConnector(config, KVConnectorRole.WORKER, make_cache_config(2))
+        with self.assertRaisesRegex(
+            kvtier.InvalidArgumentError, "expected FullAttentionSpec, .*found SlidingWindowSpec"
+        ):
+            KvtierConnector(config, KVConnectorRole.WORKER, make_cache_config(sliding_window=32))
         config = make_config(self.server, "m", {"tiemout": 1.0})
         with self.assertRaisesRegex(kvtier.InvalidArgumentError, 'did you mean "timeout"'):
             KvtierConnector(config, KVConnectorRole.WORKER, make_cache_config())

@@ -51,6 +51,8 @@ def native(name: str, array: Optional[Array]) -> Optional[Array]:
     """Returns what the native module takes for `array`: bfloat16 of ml_dtypes as its bits, since
     numpy exports no other type than its own."""
     if isinstance(array, np.ndarray):
+        if not array.dtype.isnative:
+            raise invalid(f"{name}: expected the byte order of this machine, found {array.dtype.str}")
         return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
     if array is not None and _is_torch(array):
         _check_stored(name, array)

@@ -87,7 +87,9 @@ class ObjectStore(Closing):
                     if not sizes:
                         del self._locked[key]
         for size, own in by_size.items():
-            self._group(size).unlock(own).result()
+            ended = self._group(size).unlock(own)
+            if not ended.cancelled():
+                ended.result()
 
     def count_locked(self) -> int:
         with self._changing:

@@ -24,8 +24,8 @@ from kvtier.identity import Field
 from kvtier.sglang import _compat as _compat  # refuses releases that were not tested
 from kvtier.sglang.pools import StoredPool
 
-# What SGLang itself reads of the extra configuration.
-_OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")
+# What SGLang itself reads of the extra configuration, or adds to it.
+_OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path")
 
 _logger = logging.getLogger("kvtier")
 

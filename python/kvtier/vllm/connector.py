@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvtier.chunk_options import ChunkOptions
 from kvtier.chunks import ChunkGroup, ChunkStore
@@ -83,7 +84,15 @@ class KvtierConnector(KVConnectorBase_V1):
         groups = kv_cache_config.kv_cache_groups
         if len(groups) != 1:
             raise invalid(f"KV cache: expected one group of layers, found {len(groups)}")
-        self._block_tokens = int(groups[0].kv_cache_spec.block_size)
+        spec = groups[0].kv_cache_spec
+        # Layers of one kind whose shapes differ have a spec each.
+        for each in getattr(spec, "kv_cache_specs", {"": spec}).values():
+            if not isinstance(each, FullAttentionSpec) or hasattr(each, "rswa_window"):
+                raise invalid(
+                    "KV cache: expected FullAttentionSpec, with which a request keeps its blocks "
+                    f"while it runs, found {type(each).__name__}"
+                )
+        self._block_tokens = int(spec.block_size)
         self._side: _Scheduler | _Worker
         store = ChunkStore(options)
         if role == KVConnectorRole.SCHEDULER:
@@ -135,6 +144,10 @@ class KvtierConnector(KVConnectorBase_V1):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a block that is not stored is computed: no request has to wait for its own
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
