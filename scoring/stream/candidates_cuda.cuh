@@ -214,20 +214,20 @@ __device__ void gather_unit(const FilterArgs& args, const FusedWork& work, const
   const bool whole = UnitVectors<kChunks>(sketch, chunks).whole();
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const unsigned to = transfer::cuda::shared_address(unit);
-  auto* const norms = reinterpret_cast<std::uint32_t*>(unit + chunks * kFusedPiece);
+  const unsigned norms_to = to + static_cast<unsigned>(chunks * kFusedPiece);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int i = half * 32 + lane;
-    std::uint32_t both = 0;
     const std::byte* codes = nullptr;
+    const std::byte* norms = nullptr;
     if (half < tiles && base + i < found.count && wanted(base + i)) {
       const int token = found.tokens[base + i];
       const std::byte* block = work.plan.blocks[token / hashing::kBlockTokens];
       const int in_block = token % hashing::kBlockTokens;
       codes = block + sketch.chunk_offset(work.kv_head, 0, in_block);
-      both = __ldg(reinterpret_cast<const std::uint32_t*>(
-          block + sketch.norms_offset(work.kv_head, in_block)));
+      norms = block + sketch.norms_offset(work.kv_head, in_block);
     }
+    transfer::cuda::copy_async_4(norms_to + static_cast<unsigned>(i * 4), norms, norms != nullptr);
     for (int copy = 0; copy < chunks; ++copy) {
       const int token = whole ? copy * 16 + lane / 2 : lane;
       const int chunk = whole ? lane % 2 : copy;
@@ -241,7 +241,6 @@ __device__ void gather_unit(const FilterArgs& args, const FusedWork& work, const
       transfer::cuda::copy_async_16(to + static_cast<unsigned>(place * hashing::kChunkBytes),
                                     from + chunk * sketch.chunk_stride(), true);
     }
-    norms[i] = both;
   }
   transfer::cuda::copy_async_commit();
 }
@@ -306,7 +305,7 @@ __device__ unsigned write_exact_keys(const FilterArgs& args, const ScoreParams& 
     gather_unit<kChunks>(args, work, found, base, tiles, chunks, unit,
                          [&](int i) { return !left(i); });
     transfer::cuda::copy_async_wait<0>();
-    __syncwarp();  // the copies and norms of all lanes
+    __syncwarp();  // the copies of all lanes
     scorer.begin_unit(unit, 0, {0, kFusedUnit});
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {

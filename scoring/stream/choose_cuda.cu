@@ -346,17 +346,27 @@ __device__ std::uint32_t find_count(const FilterArgs& args, const FusedWork& wor
   return count;
 }
 
-/// Counts what both phases read of the sketches of a (query, KV head). One thread.
-__device__ void count_read(const FilterArgs& args, const FusedWork& work) {
+/// Counts the tokens that are scored or, in two phases, what these read of the sketches, of all
+/// queries of a launch: each addition for the host crosses the link. A whole warp.
+template <bool kTwice>
+__device__ void count_all(const FilterArgs& args) {
   const SelectRequest& request = args.request;
-  if (work.empty()) args.selection.counts[work.group_index] = 0;
-  if (work.empty() || request.flags == nullptr) return;
+  if (request.flags == nullptr) return;
   const hashing::SketchGeometry first{.kv_heads = request.kv.kv_heads,
                                       .num_planes = request.params.num_planes()};
-  const auto bytes = (work.plan.end - work.plan.begin) * first.token_bytes() +
-                     work.plan.k * request.sketch.token_bytes();
-  atomicAdd(reinterpret_cast<unsigned long long*>(&request.flags->sketch_bytes),
-            static_cast<unsigned long long>(bytes));
+  std::int64_t sum = 0;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x) % 32; i < args.part.count; i += 32) {
+    const QueryPlan plan = plan_of_query(args, request.params, args.part.first + i, true);
+    if (plan.end <= plan.begin) continue;
+    const std::int64_t eligible = plan.end - plan.begin;
+    sum +=
+        kTwice ? eligible * first.token_bytes() + plan.k * request.sketch.token_bytes() : eligible;
+  }
+  sum = warp_sum(sum) * request.kv.kv_heads;
+  if (threadIdx.x % 32 != 0 || sum == 0) return;
+  transfer::cuda::raise(kTwice ? &request.flags->sketch_bytes : &request.flags->tokens_scored,
+                        static_cast<unsigned long long>(sum));
 }
 
 /// The second of two phases, after `first` has been found: chooses among its tokens by the whole
@@ -527,13 +537,9 @@ __global__ __launch_bounds__(kFusedThreads, 1) void choose_from_stream(
   } else {
     args.filter.stream_groups[work.group_index].load(queries);
   }
-  if (rank == 0 && threadIdx.x == 0) {
-    if constexpr (kTwice) {
-      count_read(args, work);
-    } else {
-      count_scored(args, work.plan, kv_head, work.group_index);
-    }
-  }
+  if (rank == 0 && threadIdx.x == 0 && work.empty()) args.selection.counts[work.group_index] = 0;
+  const bool counts = blockIdx.x == 0 && blockIdx.y == 0;  // for all of the launch
+  if (counts && threadIdx.x / 32 == kFusedWarps - 1) count_all<kTwice>(args);
   const bool attends = attention.tiles > 0;
   if (attends) {
     if (threadIdx.x == 0) rows.fill(args, query_index, 0);

@@ -62,7 +62,7 @@ __global__ __launch_bounds__(kFusedThreads,
     gather_unit<kChunks>(args, work, selected, base, kUnitTiles, chunks, unit,
                          [](int) { return true; });
     transfer::cuda::copy_async_wait<0>();
-    __syncwarp();  // the copies and norms of all lanes
+    __syncwarp();  // the copies of all lanes
     scorer.begin_unit(unit, base, {0, static_cast<unsigned>(selected.count)});
 #pragma unroll 1
     for (int tile = 0; tile < kUnitTiles; ++tile) {

@@ -32,6 +32,12 @@ __device__ inline void copy_async_16(unsigned to, const void* from) {
                "l"(__cvta_generic_to_global(from))
                : "memory");
 }
+/// The same of 4 bytes, through L1.
+__device__ inline void copy_async_4(unsigned to, const void* from, bool present) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(present ? 4 : 0)
+               : "memory");
+}
 /// For `copy_async_16_once`: data that are read once should not drive out of L2 what every step
 /// reads.
 __device__ inline unsigned long long read_once_policy() {
