@@ -28,16 +28,17 @@ class InflightReservation {
   /// Called before memory is taken. Throws RESOURCE_EXHAUSTED, and counts nothing, when `bytes`
   /// more do not fit.
   void take(std::int64_t bytes) {
-    if (inflight_.fetch_add(bytes) > limit_ - bytes) {
-      inflight_ -= bytes;
+    const bool tenant_may = tenant_.take_inflight(bytes, limit_);
+    if (tenant_may && add_below(inflight_, bytes, limit_)) {
+      bytes_ += bytes;
+      return;
+    }
+    if (tenant_may) tenant_.give_inflight(bytes);
+    if (tenant_may || inflight_ > limit_ - bytes) {
       throw ServiceError::overloaded("OVERLOADED", "too many bytes are in flight");
     }
-    if (!tenant_.take_inflight(bytes, limit_)) {
-      inflight_ -= bytes;
-      throw ServiceError::overloaded("TENANT_OVERLOADED",
-                                     "too many bytes of the tenant are in flight");
-    }
-    bytes_ += bytes;
+    throw ServiceError::overloaded("TENANT_OVERLOADED",
+                                   "too many bytes of the tenant are in flight");
   }
   /// Counts what is held already, so that it is at least `bytes` in all.
   void cover(std::int64_t bytes) noexcept {
@@ -68,11 +69,7 @@ class SessionMemoryBudget {
   explicit SessionMemoryBudget(std::int64_t limit) : limit_(limit) {}
 
   /// Returns whether there is room for `bytes` more, and counts them if so.
-  [[nodiscard]] bool take(std::int64_t bytes) noexcept {
-    if (bytes <= limit_ && used_.fetch_add(bytes) <= limit_ - bytes) return true;
-    if (bytes <= limit_) used_ -= bytes;
-    return false;
-  }
+  [[nodiscard]] bool take(std::int64_t bytes) noexcept { return add_below(used_, bytes, limit_); }
   void give(std::int64_t bytes) noexcept { used_ -= bytes; }
   [[nodiscard]] std::int64_t used() const noexcept { return used_; }
   [[nodiscard]] std::int64_t limit() const noexcept { return limit_; }
@@ -89,12 +86,11 @@ class ReplyBudget {
   /// it.
   explicit ReplyBudget(std::int64_t bytes,
                        std::shared_ptr<InflightReservation> reservation = nullptr)
-      : left_(bytes), reservation_(std::move(reservation)) {}
+      : limit_(bytes), reservation_(std::move(reservation)) {}
 
   /// Throws INVALID_ARGUMENT (REPLY_TOO_LARGE) when `bytes` do not fit, and RESOURCE_EXHAUSTED.
   void take(std::int64_t bytes) {
-    if (left_.fetch_sub(bytes) < bytes) {
-      left_ += bytes;
+    if (!add_below(taken_, bytes, limit_)) {
       throw ServiceError(Code::kInvalidArgument, "REPLY_TOO_LARGE",
                          "the reply would pass the limit of a message: ask for less at once");
     }
@@ -102,13 +98,14 @@ class ReplyBudget {
     try {
       reservation_->take(2 * bytes);
     } catch (...) {
-      left_ += bytes;
+      taken_ -= bytes;
       throw;
     }
   }
 
  private:
-  std::atomic<std::int64_t> left_;
+  const std::int64_t limit_;
+  std::atomic<std::int64_t> taken_{0};
   const std::shared_ptr<InflightReservation> reservation_;
 };
 

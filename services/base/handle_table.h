@@ -73,8 +73,9 @@ class HandleTable {
 
   // All of these with `mutex_` held.
 
-  /// Names `entry` and adds it.
-  void add(const std::shared_ptr<Entry>& entry) {
+  /// Names `entry` and adds it, unless there are `most`. Returns whether it did.
+  [[nodiscard]] bool add(const std::shared_ptr<Entry>& entry, std::size_t most) {
+    if (size_ >= most) return false;
     if (free_.empty()) {
       // Room for all slots, so that none is lost when it is given back.
       if (free_.capacity() <= slots_.size()) free_.reserve(2 * (slots_.size() + 1));
@@ -88,6 +89,7 @@ class HandleTable {
     slots_[slot].entry = entry;
     free_.pop_back();
     ++size_;
+    return true;
   }
   [[nodiscard]] std::shared_ptr<Entry> vacate(std::uint32_t index) {
     Slot& slot = slots_[index];
@@ -100,7 +102,6 @@ class HandleTable {
     }
     return entry;
   }
-  [[nodiscard]] std::size_t num_entries() const noexcept { return size_; }
   [[nodiscard]] const std::vector<Slot>& slots() const noexcept { return slots_; }
 
   mutable std::mutex mutex_;  ///< Guards all below.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <exception>
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -110,7 +111,11 @@ void Listener::accept_from(const Socket& socket) {
   } else {
     (void)::setsockopt(connection.get(), SOL_SOCKET, SO_SNDBUF, &kSendBytes, sizeof(kSendBytes));
   }
-  socket.take(connection.release());
+  try {
+    socket.take(std::move(connection));
+  } catch (const std::exception&) {
+    // No memory, or nothing left to watch it with: this client alone is refused.
+  }
 }
 
 void Listener::refuse_one(const Socket& socket) {

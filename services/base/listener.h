@@ -17,8 +17,8 @@ namespace kvtier::services {
 /// a spare one and closed.
 class Listener {
  public:
-  /// Takes the ownership of a connected socket. Must not throw or block.
-  using Take = std::function<void(int fd)>;
+  /// Takes a connected socket, which is closed where this throws. Must not block.
+  using Take = std::function<void(Descriptor socket)>;
 
   Listener();
   ~Listener() { stop(); }

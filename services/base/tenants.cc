@@ -128,15 +128,6 @@ nlohmann::json parse_once(const std::string& text) {
   return root;
 }
 
-/// Adds `amount` unless the sum would pass `limit`.
-bool add_below(std::atomic<std::int64_t>& sum, std::int64_t amount, std::int64_t limit) noexcept {
-  std::int64_t now = sum.load();
-  while (amount <= limit && now <= limit - amount) {
-    if (sum.compare_exchange_weak(now, now + amount)) return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 Tenant::Tenant(std::uint32_t index, const TenantConfig& config, std::size_t num_tenants)

@@ -24,6 +24,16 @@ inline constexpr std::int64_t kUnlimitedBytes = std::int64_t{1} << 50;
 /// A tenant's equal part of the bytes in flight is never less, so that any call fits.
 inline constexpr std::int64_t kLeastInflight = std::int64_t{16} << 20;
 
+/// Adds `amount` unless the sum would pass `limit`; the sum never does, not even for a moment.
+[[nodiscard]] inline bool add_below(std::atomic<std::int64_t>& sum, std::int64_t amount,
+                                    std::int64_t limit) noexcept {
+  std::int64_t now = sum.load();
+  while (amount <= limit && now <= limit - amount) {
+    if (sum.compare_exchange_weak(now, now + amount)) return true;
+  }
+  return false;
+}
+
 struct TenantLimits {
   std::int64_t max_sessions = 16000;
   /// Bytes of keys and values, and of what a session keeps beside them.

@@ -181,21 +181,23 @@ std::shared_ptr<Model> ModelPool::acquire(const ModelSpec& spec, const Tenant* o
   const std::string key = key_of(spec);
   const std::lock_guard one_at_a_time(building_);
   std::vector<std::shared_ptr<Model>> retired;  // ends without the mutex: it takes a while
+  std::filesystem::path disk_cache;
   {
-    const std::lock_guard lock(mutex_);
+    const std::scoped_lock lock(reading_, mutex_);
     retired.reserve(models_.size());
     for (std::size_t i = models_.size(); i-- > 0;) {
       if (models_[i]->failed) retired.push_back(retire(i));
     }
     if (std::shared_ptr<Model> found = find_locked(key)) return found;
     if (const auto gives_way = place_for(owner)) retired.push_back(retire(*gives_way));
+    if (!options_.disk_cache.empty()) disk_cache = free_disk_cache();
   }
   retired.clear();
   Config config;
   config.model = spec.model;
   config.memory = options_.memory;
   if (spec.model.kv_dtype != DType::kBFloat16) config.memory.page_format = PageFormat::kModel;
-  if (!options_.disk_cache.empty()) config.memory.disk_cache = free_disk_cache();
+  config.memory.disk_cache = std::move(disk_cache);
   config.retrieval = spec.retrieval;
   config.extra_sketches = spec.extra_sketches;
   config.backend = options_.backend;
@@ -264,6 +266,7 @@ bool ModelPool::any_failed() const {
 }
 
 Stats ModelPool::stats() const {
+  const std::lock_guard reading(reading_);
   std::vector<std::shared_ptr<Model>> models;
   Stats sum;
   {

@@ -95,11 +95,14 @@ class ModelPool {
   [[nodiscard]] std::shared_ptr<Model> find_locked(const std::string& key);
   /// The tiers that engines have, with nothing counted.
   [[nodiscard]] std::vector<TierStats> unused_tiers() const;
-  /// Returns the folder of a cache that no engine has.
+  /// With `mutex_` held. Returns the folder of a cache that no engine has.
   [[nodiscard]] std::filesystem::path free_disk_cache() const;
 
   const ModelPoolOptions options_;
   std::mutex building_;
+  /// Held while the engines are read: one that is read must not seem to be in use. After
+  /// `building_`, before `mutex_`.
+  mutable std::mutex reading_;
   std::atomic<bool> device_lost_{false};
   std::atomic<bool> device_served_{false};      ///< An engine has been made.
   mutable std::mutex mutex_;                    ///< Guards all below.

@@ -362,7 +362,7 @@ void ServiceCore::open(const Creation& creation, const std::shared_ptr<SessionEn
   limits.set_max_message_bytes(kMaxMessageBytes);
   limits.set_max_batch_items(kMaxBatchItems);
   limits.set_max_chunk_tokens(kMaxChunkTokens);
-  sessions_.insert(entry);
+  sessions_.insert(entry, options_.max_sessions);
   try {
     describe(*entry, *response.mutable_session());
   } catch (...) {
@@ -377,9 +377,7 @@ void ServiceCore::open(const Creation& creation, const std::shared_ptr<SessionEn
 }
 
 void ServiceCore::check_room(std::size_t sessions) const {
-  if (sessions_.size() + sessions > options_.max_sessions) {
-    throw ServiceError::overloaded("TOO_MANY_SESSIONS", "the server holds all sessions it may");
-  }
+  sessions_.check_room(sessions, options_.max_sessions);
   if (short_of_memory_) {
     throw ServiceError::overloaded("OUT_OF_MEMORY",
                                    "the server's control group is short of memory");
@@ -523,7 +521,7 @@ void ServiceCore::answer(SessionEntry& entry, const v1::ForkSessionRequest& requ
     std::size_t inserted = 0;
     try {
       for (const auto& child : children) {
-        sessions_.insert(child);
+        sessions_.insert(child, options_.max_sessions);
         ++inserted;
         describe(*child, *response.add_sessions());
       }

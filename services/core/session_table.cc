@@ -1,6 +1,13 @@
 #include "services/core/session_table.h"
 
 namespace kvtier::services {
+namespace {
+
+ServiceError too_many_sessions() {
+  return ServiceError::overloaded("TOO_MANY_SESSIONS", "the server holds all sessions it may");
+}
+
+}  // namespace
 
 SessionEntry::~SessionEntry() { close(); }
 
@@ -39,9 +46,13 @@ void SessionEntry::give_memory(std::int64_t bytes) noexcept {
   memory_bytes -= bytes;
 }
 
-void SessionTable::insert(const std::shared_ptr<SessionEntry>& entry) {
+void SessionTable::check_room(std::size_t count, std::size_t most) const {
+  if (size() + count > most) throw too_many_sessions();
+}
+
+void SessionTable::insert(const std::shared_ptr<SessionEntry>& entry, std::size_t most) {
   const std::lock_guard lock(mutex_);
-  add(entry);
+  if (!add(entry, most)) throw too_many_sessions();
 }
 
 std::vector<std::shared_ptr<SessionEntry>> SessionTable::remove_all() {

@@ -109,8 +109,10 @@ class SessionTable : public HandleTable<SessionEntry> {
  public:
   SessionTable() : HandleTable("session", "sessions/", "the session ended with its lease") {}
 
-  /// Names `entry` and adds it.
-  void insert(const std::shared_ptr<SessionEntry>& entry);
+  /// Throws RESOURCE_EXHAUSTED (TOO_MANY_SESSIONS) where `count` more would be more than `most`.
+  void check_room(std::size_t count, std::size_t most) const;
+  /// Names `entry` and adds it. Throws as `check_room`.
+  void insert(const std::shared_ptr<SessionEntry>& entry, std::size_t most);
   [[nodiscard]] std::vector<std::shared_ptr<SessionEntry>> remove_all();
   /// Returns the sessions whose call has been worked on since before `then`.
   [[nodiscard]] std::vector<std::shared_ptr<SessionEntry>> at_work_since(TimePoint then) const;

@@ -155,8 +155,14 @@ std::string digest_of(const v1::DecodeRequest& request) {
     parts += "bias";
     add_tensor(request.bias());
   }
-  if (request.has_out_memory()) add_place(request.out_memory());
-  if (request.has_lse_memory()) add_place(request.lse_memory());
+  if (request.has_out_memory()) {
+    parts += "out";
+    add_place(request.out_memory());
+  }
+  if (request.has_lse_memory()) {
+    parts += "lse";
+    add_place(request.lse_memory());
+  }
   if (request.with_missed()) parts += "missed";
   return sha256(parts);
 }

@@ -2,6 +2,7 @@
 
 #include "services/base/from_message.h"
 #include "services/wire/each_tensor.h"
+#include "services/wire/message_pieces.h"
 
 #include <google/protobuf/io/coded_stream.h>
 #include <google/protobuf/wire_format_lite.h>
@@ -133,6 +134,10 @@ void run(ServiceCore& core, const Call& call, const CallBody& body, CallMemory m
   const std::optional<ServiceError> failure = failure_of([&] {
     tensors = static_cast<std::int64_t>(tensor_bytes_of(body, job->memory));
     if constexpr (requires { job->request.items(); }) check_items(body.message);
+    if (!has_few_fields({std::as_bytes(std::span(body.message))}, *Request::descriptor())) {
+      throw ServiceError::invalid("message", "at most " + std::to_string(kMaxFields) + " fields",
+                                  "more");
+    }
     if (call.reservation) call.reservation->take(tensors + parsed);
     if (!job->request.ParseFromString(body.message)) {
       throw ServiceError::invalid("message", "a request of the method", "bytes that are none");

@@ -63,7 +63,9 @@ DataPlane::DataPlane(DataPlaneOptions options, const TlsIdentity& tls, ServiceCo
   if (!tls.empty()) tls_ = make_tls_context(tls);
   for (Endpoint& endpoint : endpoints_) {
     listener_.add(endpoint, options_.bound.get(),
-                  [this, is_unix = endpoint.is_unix](int fd) { accept(Descriptor(fd), is_unix); });
+                  [this, is_unix = endpoint.is_unix](Descriptor socket) {
+                    accept(std::move(socket), is_unix);
+                  });
   }
   thread_ = std::thread([this] { loop_.run(); });
 }
@@ -124,8 +126,8 @@ void DataPlane::accept(Descriptor socket, bool is_unix) {
   {
     const std::lock_guard lock(mutex_);
     if (stopped_) return;
-    connections_.emplace(connection.get(), connection);
     latest_.emplace_back(connection);
+    connections_.emplace(connection.get(), connection);
     if (latest_.size() > options_.limits.max_unattached) {
       outrun = latest_.front().lock();
       latest_.pop_front();

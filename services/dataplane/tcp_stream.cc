@@ -20,7 +20,9 @@ tcp::socket adopt(const boost::asio::any_io_executor& executor, Descriptor descr
   socklen_t size = sizeof(address);
   (void)::getsockname(descriptor.get(), reinterpret_cast<sockaddr*>(&address), &size);
   const tcp protocol = address.ss_family == AF_INET6 ? tcp::v6() : tcp::v4();
-  return {executor, protocol, descriptor.release()};
+  tcp::socket socket(executor, protocol, descriptor.get());
+  static_cast<void>(descriptor.release());  // from here on it is `socket`'s
+  return socket;
 }
 
 std::string text_of(const ASN1_STRING* string) {

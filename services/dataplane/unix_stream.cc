@@ -21,7 +21,8 @@ error_code error_of(int number) { return {number, boost::system::system_category
 class UnixStream final : public ByteStream {
  public:
   UnixStream(boost::asio::any_io_executor executor, Descriptor socket)
-      : socket_(std::move(executor), socket.release()) {
+      : socket_(std::move(executor), socket.get()) {
+    static_cast<void>(socket.release());   // from here on it is `socket_`'s
     constexpr int kSocketBytes = 4 << 20;  // measured: three times the rate of the default
     for (const int option : {SO_SNDBUF, SO_RCVBUF}) {
       (void)::setsockopt(fd(), SOL_SOCKET, option, &kSocketBytes, sizeof(kSocketBytes));

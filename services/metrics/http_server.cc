@@ -55,8 +55,9 @@ class HttpServer::Impl {
  public:
   explicit Impl(HttpOptions options) : options_(std::move(options)) {
     check_http_endpoint(options_.endpoint);
-    listener_.add(options_.endpoint, options_.bound.get(),
-                  [this](int fd) { asio::post(loop_, [this, fd] { open(fd); }); });
+    listener_.add(options_.endpoint, options_.bound.get(), [this](Descriptor socket) {
+      asio::post(loop_, [this, socket = std::move(socket)]() mutable { open(std::move(socket)); });
+    });
     listener_.start();
     thread_ = std::thread([this] { loop_.run(); });
   }
@@ -169,15 +170,13 @@ class HttpServer::Impl {
     std::optional<Response> response_;
   };
 
-  void open(int fd) {
-    const int family = options_.endpoint.is_unix ? AF_UNIX : address_family(fd);
+  void open(Descriptor accepted) {
+    const int family = options_.endpoint.is_unix ? AF_UNIX : address_family(accepted.get());
     asio::generic::stream_protocol::socket socket(loop_);
     error_code error;
-    socket.assign(asio::generic::stream_protocol(family, 0), fd, error);
-    if (error) {
-      ::close(fd);
-      return;
-    }
+    socket.assign(asio::generic::stream_protocol(family, 0), accepted.get(), error);
+    if (error) return;
+    static_cast<void>(accepted.release());  // from here on it is `socket`'s
     if (connections_.size() >= options_.max_connections && !make_room()) return;
     std::make_shared<Connection>(*this, std::move(socket))->read();
   }

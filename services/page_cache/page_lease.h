@@ -65,10 +65,9 @@ class PageLeaseTable : public HandleTable<PageLease> {
     }
     lease->counted = true;
     const std::lock_guard lock(mutex_);
-    if (num_entries() >= max) {
+    if (!add(lease, max)) {
       throw ServiceError::overloaded("TOO_MANY_LEASES", "the server holds all leases it may");
     }
-    add(lease);
     lease->id = ++last_id_;
   }
 

@@ -47,6 +47,15 @@ TenantPages* PageStore::find_pages(const Tenant& tenant) const {
   return tenant.index() < tenants_.size() ? tenants_[tenant.index()].get() : nullptr;
 }
 
+std::vector<TenantPages*> PageStore::all_pages() const {
+  std::vector<TenantPages*> all;
+  const std::lock_guard lock(mutex_);
+  for (const auto& pages : tenants_) {
+    if (pages != nullptr) all.push_back(pages.get());
+  }
+  return all;
+}
+
 TenantPages& PageStore::pages_of(Tenant& tenant) {
   if (options_.arena_bytes == 0) {
     throw ServiceError(Code::kFailedPrecondition, "NO_PAGE_CACHE", "the server stores no pages");
@@ -112,25 +121,15 @@ ArenaFile PageStore::arena(const Tenant& tenant) const {
 }
 
 void PageStore::finish(PageTier::Deadline end) {
-  for (const auto& pages : tenants_) {
-    if (pages != nullptr) pages->end_by(end);
-  }
-  for (const auto& pages : tenants_) {
-    if (pages != nullptr) pages->finish();
-  }
+  const std::vector<TenantPages*> all = all_pages();
+  for (TenantPages* const pages : all) pages->end_by(end);
+  for (TenantPages* const pages : all) pages->finish();
 }
 
 void PageStore::sweep() {
   const TimePoint now = options_.now();
   for (const auto& lease : leases_.remove_expired(now)) lease->pages.close(*lease);
-  for (std::size_t i = 0;; ++i) {
-    TenantPages* pages = nullptr;
-    {
-      const std::lock_guard lock(mutex_);
-      if (i >= tenants_.size()) return;
-      pages = tenants_[i].get();
-    }
-    if (pages == nullptr) continue;
+  for (TenantPages* const pages : all_pages()) {
     pages->beat(now);
     pages->expire(now);
     pages->scrub(options_.scrub_bytes_per_sweep);
@@ -141,10 +140,7 @@ void PageStore::sweep() {
 PageStats PageStore::stats() const {
   PageStats sum;
   sum.leases = leases_.size();
-  const std::lock_guard lock(mutex_);
-  for (const auto& pages : tenants_) {
-    if (pages != nullptr) sum += pages->stats();
-  }
+  for (const TenantPages* const pages : all_pages()) sum += pages->stats();
   return sum;
 }
 

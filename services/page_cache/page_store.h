@@ -209,6 +209,9 @@ class PageStore {
  private:
   [[nodiscard]] TenantPages& pages_of(Tenant& tenant);
   [[nodiscard]] TenantPages* find_pages(const Tenant& tenant) const;
+  /// Those of all tenants, which stay as long as this: to be used without the mutex, so that no
+  /// tenant waits for another's.
+  [[nodiscard]] std::vector<TenantPages*> all_pages() const;
   void renew(PageLease& lease) const noexcept;
 
   const PageStoreOptions options_;

@@ -1029,8 +1029,11 @@ RemovedPages TenantPages::remove_unpinned() {
 }
 
 PageStats TenantPages::stats() const {
+  std::uint64_t unremoved = backing_.disk == nullptr ? 0 : backing_.disk->stats().remove_failures;
+  for (const auto& tier : backing_.remote) unremoved += tier->stats().remove_failures;
   const Lock lock(mutex_);
   PageStats stats = counters_;
+  stats.unremoved += unremoved;
   const auto pages = [this](PageState state) { return pages_[static_cast<std::size_t>(state)]; };
   const auto bytes = [this](PageState state) {
     return static_cast<std::uint64_t>(bytes_of(state));
@@ -1045,8 +1048,6 @@ PageStats TenantPages::stats() const {
   stats.committed_pages = pages(PageState::kCommitted);
   stats.quarantined_pages = pages(PageState::kQuarantined);
   stats.pinned_pages = pinned_;
-  if (backing_.disk != nullptr) stats.unremoved += backing_.disk->stats().remove_failures;
-  for (const auto& tier : backing_.remote) stats.unremoved += tier->stats().remove_failures;
   return stats;
 }
 

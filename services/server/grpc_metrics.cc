@@ -1,9 +1,9 @@
 #include "services/server/grpc_metrics.h"
 
 #include "services/metrics/rpc_metrics.h"
+#include "services/server/checked_message.h"
 #include "services/server/open_calls.h"
 
-#include <google/protobuf/message.h>
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/status.h>
 
@@ -67,11 +67,10 @@ class RpcCounter final : public Interceptor {
  private:
   void received(const void* message) {
     if (message == nullptr || payload_ == Payload::kUnknown) return;
-    RpcMetrics::message(
-        method_, Direction::kReceived,
-        payload_ == Payload::kBytes
-            ? static_cast<const grpc::ByteBuffer*>(message)->Length()
-            : static_cast<const google::protobuf::Message*>(message)->ByteSizeLong());
+    RpcMetrics::message(method_, Direction::kReceived,
+                        payload_ == Payload::kBytes
+                            ? static_cast<const grpc::ByteBuffer*>(message)->Length()
+                            : static_cast<const ReadRequest*>(message)->bytes);
   }
   void finish(int code) {
     if (finished_) return;

@@ -64,11 +64,11 @@ void run_message(ServiceCore& core, Call call, StreamSession& session, const Req
 template <typename Rpc, typename MakeWork>
 void add_alternating(RpcService& service, ServiceCore& core, StreamRegistry& registry,
                      MakeWork make_work) {
-  using Request = typename Rpc::Request;
+  using Request = CheckedMessage<typename Rpc::Request>;
   using Response = typename Rpc::Response;
   using Reactor = grpc::ServerBidiReactor<Request, Response>;
   service.add_alternating<Rpc>([&core, &registry, make_work](CallbackServerContext* context) {
-    return stream<Request, Reactor>(core, *context, [&](Call& call) -> Reactor* {
+    return stream<typename Rpc::Request, Reactor>(core, *context, [&](Call& call) -> Reactor* {
       call.reservation = core.admit(*call.tenant, 0);
       return new AlternatingStream<Request, Response>(registry, *context, call.reservation,
                                                       make_work(call));
@@ -86,7 +86,8 @@ void add_session_service(RpcService& services, ServiceCore& core, StreamRegistry
   add_alternating<Rpc<v1::KeepAliveRequest, v1::KeepAliveResponse>>(
       services, core, registry, [&core](const Call& call) {
         return [&core, call](const auto& request, auto& response, const Done& done) {
-          const auto failure = failure_of([&] { core.keep_alive(call, request, response); });
+          const auto failure =
+              failure_of([&] { core.keep_alive(call, request.message, response); });
           done(failure ? &*failure : nullptr);
         };
       });
@@ -94,16 +95,17 @@ void add_session_service(RpcService& services, ServiceCore& core, StreamRegistry
 
 void add_attention_service(RpcService& services, ServiceCore& core, StreamRegistry& registry) {
   add_core_calls<AttentionRpcs>(services, core, registry);
-  services.add_reading<v1::AppendRequest, v1::AppendRequest, v1::AppendResponse>(
+  using Chunk = CheckedMessage<v1::AppendRequest>;
+  services.add_reading<v1::AppendRequest, Chunk, v1::AppendResponse>(
       [&](CallbackServerContext* context, v1::AppendResponse* response) {
-        using Reactor = grpc::ServerReadReactor<v1::AppendRequest>;
+        using Reactor = grpc::ServerReadReactor<Chunk>;
         return stream<v1::AppendRequest, Reactor>(
             core, *context, [&](const Call& call) -> Reactor* {
-              return new CollectingStream<v1::AppendRequest>(
+              return new CollectingStream<Chunk>(
                   registry, *context,
                   [&core, call, response, session = StreamSession()](const auto& request,
                                                                      const Done& done) mutable {
-                    run_message(core, call, session, request, *response, done);
+                    run_message(core, call, session, request.message, *response, done);
                   });
             });
       });
@@ -111,7 +113,7 @@ void add_attention_service(RpcService& services, ServiceCore& core, StreamRegist
       services, core, registry, [&core](const Call& call) {
         return [&core, call, session = StreamSession()](const auto& request, auto& response,
                                                         const Done& done) mutable {
-          run_message(core, call, session, request, response, done);
+          run_message(core, call, session, request.message, response, done);
         };
       });
 }

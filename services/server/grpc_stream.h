@@ -1,6 +1,7 @@
 #pragma once
 
 #include "services/base/minimum_rate.h"
+#include "services/server/checked_message.h"
 #include "services/server/grpc_call.h"
 
 #include <grpcpp/support/byte_buffer.h>
@@ -183,7 +184,7 @@ class UnaryCall final : public RegisteredStream<grpc::ServerUnaryReactor> {
 };
 
 /// What the streams that read share: one request at a time is read, worked on and answered.
-/// `Reactor` reads `Request`.
+/// `Reactor` reads `Request`: bytes, or a `CheckedMessage`.
 template <typename Reactor, typename Request>
 class Stream : public RegisteredStream<Reactor> {
  public:
@@ -191,7 +192,11 @@ class Stream : public RegisteredStream<Reactor> {
 
   void OnReadDone(bool ok) override {
     if (!ok) return at_end();
-    if constexpr (kIsBulk) this->moved(request_.Length());
+    if constexpr (kIsBulk) {
+      this->moved(request_.Length());
+    } else if (!request_.is_valid) {
+      return this->finish(to_status(invalid_message()));
+    }
     if (this->enter(StreamState::Phase::kWorking, [] {})) {
       work([this](const ServiceError* error) { worked(error); });
     }

@@ -1,6 +1,7 @@
 #include "kvtier/v1/transfer.pb.h"
 
 #include "services/page_cache/page_transfer.h"
+#include "services/server/checked_message.h"
 #include "services/server/grpc_answer.h"
 #include "services/server/grpc_services.h"
 #include "services/server/rpc_service.h"
@@ -23,28 +24,11 @@ using grpc::CallbackServerContext;
 /// What a message may have beside the bytes of pages.
 constexpr std::size_t kOverheadBytes = 64 << 10;
 
-std::vector<grpc::Slice> slices_of(const ByteBuffer& message) {
-  std::vector<grpc::Slice> slices;
-  const grpc::Status status = message.Dump(&slices);
-  if (!status.ok()) throw ServiceError::invalid("message", "bytes", "none that can be read");
-  return slices;
-}
-
-/// Valid as long as `slices`.
-ByteRuns runs_of(const std::vector<grpc::Slice>& slices) {
-  ByteRuns runs;
-  for (const grpc::Slice& slice : slices) {
-    runs.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
-  }
-  return runs;
-}
-
 v1::ReadPagesRequest parse(ByteBuffer bytes) {
-  v1::ReadPagesRequest message;
-  if (!grpc::SerializationTraits<v1::ReadPagesRequest>::Deserialize(&bytes, &message).ok()) {
-    throw ServiceError::invalid("message", "a " + message.GetTypeName(), "something else");
-  }
-  return message;
+  CheckedMessage<v1::ReadPagesRequest> request;
+  static_cast<void>(grpc::SerializationTraits<decltype(request)>::Deserialize(&bytes, &request));
+  if (!request.is_valid) throw invalid_message();
+  return std::move(request.message);
 }
 
 ByteBuffer buffer_of(const google::protobuf::Message& message) {
@@ -98,7 +82,9 @@ void write(ServiceCore& core, const Call& call, const ByteBuffer& bytes, PageWri
   }
   const auto reservation = core.admit(*call.tenant, bytes.Length());
   const std::vector<grpc::Slice> slices = slices_of(bytes);
-  const WriteMessage message = parse_write_message(runs_of(slices));
+  const ByteRuns runs = runs_of(slices);
+  if (!has_few_fields(runs, *v1::WritePagesRequest::descriptor())) throw invalid_message();
+  const WriteMessage message = parse_write_message(runs);
   if (lease.empty()) lease = message.lease;
   if (!message.lease.empty() && message.lease != lease) {
     throw ServiceError::invalid("lease", "the lease of the stream's first message", "another");

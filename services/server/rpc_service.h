@@ -1,5 +1,7 @@
 #pragma once
 
+#include "services/server/checked_message.h"
+#include "services/server/grpc_call.h"
 #include "services/wire/rpc.h"
 
 #include <grpcpp/impl/codegen/proto_utils.h>
@@ -17,13 +19,21 @@ namespace kvtier::services {
 /// reactor of a call.
 class RpcService final : public grpc::Service {
  public:
-  /// `start(context, request, response)`.
+  /// `start(context, request, response)`, of requests that are valid.
   template <typename Rpc, typename Start>
   void add_unary(Start start) {
+    using Request = CheckedMessage<typename Rpc::Request>;
+    using Response = typename Rpc::Response;
     add<typename Rpc::Request>(
         Type::NORMAL_RPC,
-        new grpc::internal::CallbackUnaryHandler<typename Rpc::Request, typename Rpc::Response>(
-            std::move(start)));
+        new grpc::internal::CallbackUnaryHandler<Request, Response>(
+            [start = std::move(start)](grpc::CallbackServerContext* context, const Request* request,
+                                       Response* response) -> grpc::ServerUnaryReactor* {
+              if (request->is_valid) return start(context, &request->message, response);
+              grpc::ServerUnaryReactor* const refused = context->DefaultReactor();
+              refused->Finish(to_status(invalid_message()));
+              return refused;
+            }));
   }
   /// A stream of requests with one response: `start(context, response)`. The messages may be bytes.
   template <typename Request, typename RequestMessage, typename ResponseMessage, typename Start>
@@ -42,13 +52,13 @@ class RpcService final : public grpc::Service {
         new grpc::internal::CallbackServerStreamingHandler<RequestMessage, ResponseMessage>(
             std::move(start)));
   }
-  /// Streams both ways: `start(context)`.
+  /// Streams both ways, whose requests are each a `CheckedMessage`: `start(context)`.
   template <typename Rpc, typename Start>
   void add_alternating(Start start) {
     add<typename Rpc::Request>(
         Type::BIDI_STREAMING,
-        new grpc::internal::CallbackBidiHandler<typename Rpc::Request, typename Rpc::Response>(
-            std::move(start)));
+        new grpc::internal::CallbackBidiHandler<CheckedMessage<typename Rpc::Request>,
+                                                typename Rpc::Response>(std::move(start)));
   }
 
  private:

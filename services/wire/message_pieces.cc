@@ -11,6 +11,7 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <optional>
 
 namespace kvtier::services {
 namespace {
@@ -53,18 +54,62 @@ ByteRuns read_bytes(CodedInputStream& input) {
   return taken;
 }
 
+/// Reads pieces of memory, one after another.
+class RunStream {
+ public:
+  explicit RunStream(const ByteRuns& message) {
+    for (const auto& run : message) {
+      streams_.push_back(&runs_.emplace_back(run.data(), static_cast<int>(run.size())));
+    }
+    all_.emplace(streams_.data(), static_cast<int>(streams_.size()));
+  }
+  [[nodiscard]] google::protobuf::io::ZeroCopyInputStream* get() { return &*all_; }
+
+ private:
+  std::deque<google::protobuf::io::ArrayInputStream> runs_;
+  std::vector<google::protobuf::io::ZeroCopyInputStream*> streams_;
+  std::optional<google::protobuf::io::ConcatenatingInputStream> all_;
+};
+
+/// Counts `left` down by the fields of a message, perhaps below 0. Returns false where there are
+/// more, or the bytes are no message.
+bool count_fields(CodedInputStream& input, const Descriptor& type, int& left) {
+  while (const std::uint32_t tag = input.ReadTag()) {
+    const FieldDescriptor* field = type.FindFieldByNumber(Wire::GetTagFieldNumber(tag));
+    const auto wire_type = Wire::GetTagWireType(tag);
+    const bool has_bytes = wire_type == Wire::WIRETYPE_LENGTH_DELIMITED;
+    if ((field == nullptr || has_bytes) && --left < 0) return false;
+    // What is in a group is counted as if it were beside it.
+    if (wire_type == Wire::WIRETYPE_START_GROUP || wire_type == Wire::WIRETYPE_END_GROUP) {
+      if (field != nullptr && --left < 0) return false;
+    } else if (has_bytes && field != nullptr && field->type() == FieldDescriptor::TYPE_MESSAGE) {
+      std::uint32_t size = 0;
+      if (!input.ReadVarint32(&size)) return false;
+      const auto limit = input.PushLimit(static_cast<int>(size));
+      if (!count_fields(input, *field->message_type(), left)) return false;
+      if (input.BytesUntilLimit() > 0) return false;
+      input.PopLimit(limit);
+    } else if (!Wire::SkipField(&input, tag)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace
+
+bool has_few_fields(const ByteRuns& message, const google::protobuf::Descriptor& type) {
+  RunStream bytes(message);
+  CodedInputStream input(bytes.get());
+  int left = kMaxFields;
+  static_cast<void>(count_fields(input, type, left));
+  return left >= 0;
+}
 
 void read_message(const ByteRuns& message, int field, google::protobuf::Message& rest,
                   const std::function<void(const ByteRuns&)>& take) {
-  std::deque<google::protobuf::io::ArrayInputStream> runs;
-  std::vector<google::protobuf::io::ZeroCopyInputStream*> streams;
-  for (const auto& run : message) {
-    streams.push_back(&runs.emplace_back(run.data(), static_cast<int>(run.size())));
-  }
-  google::protobuf::io::ConcatenatingInputStream bytes(streams.data(),
-                                                       static_cast<int>(streams.size()));
-  CodedInputStream input(&bytes);
+  RunStream bytes(message);
+  CodedInputStream input(bytes.get());
   const std::uint32_t taken = Wire::MakeTag(field, Wire::WIRETYPE_LENGTH_DELIMITED);
   std::string copied;
   {

@@ -21,6 +21,16 @@ using ByteRuns = std::vector<std::span<const std::byte>>;
 void read_message(const ByteRuns& message, int field, google::protobuf::Message& rest,
                   const std::function<void(const ByteRuns&)>& take);
 
+/// Most fields of a message that is read whole, those of its parts included. Of a field of two
+/// bytes protobuf makes some 250, of one that the type does not have 64. The largest batch has
+/// 60,000.
+inline constexpr int kMaxFields = 1 << 17;
+
+/// Returns whether a message of `type` has at most `kMaxFields` fields. Numbers of fields that the
+/// type has are not counted. Bytes that are no message have few.
+[[nodiscard]] bool has_few_fields(const ByteRuns& message,
+                                  const google::protobuf::Descriptor& type);
+
 /// Appends the head of a field of `size` bytes, which follow it, as protobuf writes it.
 void append_bytes_head(std::string& to, int field, std::size_t size);
 

@@ -7,6 +7,7 @@
 #include "services/base/tenants.h"
 #include "services/server/open_calls.h"
 #include "tests/support/eventually.h"
+#include "tests/support/unix_socket.h"
 
 #include <gmock/gmock.h>
 #include <google/rpc/error_details.pb.h>
@@ -64,6 +65,38 @@ TEST(ReplyBudgetTest, WhatTheServerRefusesLeavesTheReplyItsBytes) {
   ReplyBudget budget(100, std::make_shared<InflightReservation>(inflight, 150, tenant, 0));
   EXPECT_THROW(budget.take(80), ServiceError);  // 160 in flight
   EXPECT_NO_THROW(budget.take(70));
+}
+
+/// Refuses what is too much again and again on another thread, while `act` runs on this one.
+template <typename TakeTooMuch, typename Act>
+void while_refusing(TakeTooMuch take_too_much, Act act) {
+  std::atomic<int> left{50'000};
+  const std::jthread refused([&] {
+    for (; left > 0; --left) EXPECT_THROW(take_too_much(), ServiceError);
+  });
+  while (left > 0) act();
+}
+
+TEST(InflightReservationTest, WhatDoesNotFitRefusesNothingElseMeanwhile) {
+  const TenantConfig config = tenant_with("one", kSecretDigest);
+  Tenant greedy(0, config, 2);
+  Tenant modest(1, config, 2);
+  constexpr std::int64_t kLimit = 4 * kLeastInflight;
+  std::atomic<std::int64_t> inflight{0};
+  InflightReservation first(inflight, kLimit, greedy, 0);
+  InflightReservation second(inflight, kLimit, modest, 0);
+  while_refusing([&] { first.take(kLimit); },
+                 [&] {
+                   ASSERT_NO_THROW(second.take(1));
+                   second.give(1);
+                 });
+  EXPECT_EQ(inflight, 0);
+}
+
+TEST(ReplyBudgetTest, AnItemThatDoesNotFitRefusesNoOtherMeanwhile) {
+  constexpr std::int64_t kLimit = std::int64_t{1} << 40;
+  ReplyBudget budget(kLimit);
+  while_refusing([&] { budget.take(kLimit + 1); }, [&] { ASSERT_NO_THROW(budget.take(1)); });
 }
 
 TEST(OpenCallsTest, EndWaitsForThoseThatCameBeforeAlone) {
@@ -306,34 +339,56 @@ TEST(EndpointText, IsParsedAndWritten) {
 TEST(ListenerTest, ChoosesAPortAndRefusesOneThatIsTaken) {
   Listener first;
   Endpoint endpoint = parse_endpoint("tcp:127.0.0.1:0");
-  first.add(endpoint, nullptr, [](int fd) { ::close(fd); });
+  first.add(endpoint, nullptr, [](const Descriptor&) {});
   EXPECT_GT(endpoint.port, 0);
   Listener second;
   try {
-    second.add(endpoint, nullptr, [](int fd) { ::close(fd); });
+    second.add(endpoint, nullptr, [](const Descriptor&) {});
     FAIL() << "listens";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kUnavailable);
   }
   Endpoint nowhere = parse_endpoint("tcp:no.such.host.invalid:1");
-  EXPECT_THROW(second.add(nowhere, nullptr, [](int fd) { ::close(fd); }), Error);
+  EXPECT_THROW(second.add(nowhere, nullptr, [](const Descriptor&) {}), Error);
   Endpoint no_folder = parse_endpoint("unix:/no/such/folder/x.sock");
-  EXPECT_THROW(second.add(no_folder, nullptr, [](int fd) { ::close(fd); }), Error);
+  EXPECT_THROW(second.add(no_folder, nullptr, [](const Descriptor&) {}), Error);
+}
+
+Descriptor connect_tcp(const Endpoint& endpoint) {
+  Descriptor client(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<std::uint16_t>(endpoint.port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  EXPECT_EQ(::connect(client.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  return client;
+}
+
+TEST(ListenerTest, AClientThatCannotBeTakenIsRefusedAlone) {
+  Listener listener;
+  Endpoint endpoint = parse_endpoint("tcp:127.0.0.1:0");
+  bool fails = true;
+  std::promise<Descriptor> accepted;
+  listener.add(endpoint, nullptr, [&](Descriptor socket) {
+    if (std::exchange(fails, false)) throw std::bad_alloc();
+    accepted.set_value(std::move(socket));
+  });
+  listener.start();
+  const Descriptor refused = connect_tcp(endpoint);
+  EXPECT_EQ(kvtier::testing::read_to_end(refused.get()), "");
+  const Descriptor client = connect_tcp(endpoint);
+  EXPECT_TRUE(kvtier::testing::await(accepted));
 }
 
 TEST(ListenerTest, AsksClientsOnTcpThatAreSilentWhetherTheyAreThere) {
   Listener listener;
   Endpoint endpoint = parse_endpoint("tcp:127.0.0.1:0");
-  std::promise<int> accepted;
-  listener.add(endpoint, nullptr, [&](int fd) { accepted.set_value(fd); });
+  std::promise<Descriptor> accepted;
+  listener.add(endpoint, nullptr,
+               [&](Descriptor socket) { accepted.set_value(std::move(socket)); });
   listener.start();
-  const Descriptor client(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(static_cast<std::uint16_t>(endpoint.port));
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  ASSERT_EQ(::connect(client.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-  const Descriptor connection(kvtier::testing::await(accepted));
+  const Descriptor client = connect_tcp(endpoint);
+  const Descriptor connection = kvtier::testing::await(accepted);
   const auto option = [&](int level, int name) {
     int value = 0;
     socklen_t size = sizeof(value);

@@ -134,9 +134,16 @@ TEST_F(CoreDeviceMemory, AnswersARepeatedStepByItsPlaces) {
   EXPECT_EQ(decode(request, again).reason(), "OK");
   EXPECT_EQ(again.SerializeAsString(), first.SerializeAsString());
   EXPECT_EQ(bytes_at(kOut, 1024), written);
-  request.mutable_out_memory()->set_offset(0);
+  v1::DecodeRequest other = request;
+  other.mutable_out_memory()->set_offset(0);
+  EXPECT_THAT(refusal(other), HasSubstr("STEP_CONFLICT"));
+  request.clear_lse_memory();
+  request.set_step(2);
+  ASSERT_EQ(refusal(request), "OK: ");
+  *request.mutable_lse_memory() = request.out_memory();  // the same place, of the other output
+  request.clear_out_memory();
   EXPECT_THAT(refusal(request), HasSubstr("STEP_CONFLICT"));
-  EXPECT_THAT(lengths(ours_), ElementsAre(201, 200));
+  EXPECT_THAT(lengths(ours_), ElementsAre(202, 200));
 }
 
 TEST_F(CoreDeviceMemory, RefusesPlacesThatAreNotTheClients) {

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 
+#include <array>
 #include <cstdlib>
 #include <filesystem>
 #include <string>
@@ -74,6 +75,27 @@ TEST_F(CoreLimitsTest, QuotaOfSessionsIsMetExactly) {
   EXPECT_EQ(ending.error->subject(), "sessions");
   ASSERT_EQ(release(names[0]).reason(), "OK");
   EXPECT_EQ(create(create_request(), response).reason(), "OK");
+}
+
+TEST_F(CoreLimitsTest, SessionsThatAreCreatedTogetherAreNoMoreThanThereMayBe) {
+  ServiceCoreOptions options = small_options();
+  options.max_sessions = 2;
+  make_core(options);
+  const std::string first = open();
+  std::array<v1::CreateSessionResponse, 2> responses;
+  std::array<Ending, 2> endings;
+  const v1::CreateSessionRequest request = create_request();
+  for (std::size_t i = 0; i < endings.size(); ++i) {
+    core_->run(call(), request, responses[i], endings[i].listener());
+  }
+  executor_.run_all();
+
+  EXPECT_EQ(endings[0].reason(), "OK");
+  EXPECT_EQ(endings[1].reason(), "TOO_MANY_SESSIONS");
+  EXPECT_EQ(core_->num_sessions(), 2U);
+  EXPECT_EQ(tenant().sessions(), 2);
+  ASSERT_EQ(release(first).reason(), "OK");
+  (void)open();
 }
 
 TEST_F(CoreLimitsTest, AFailedCreationHoldsNothingWhenItIsAnswered) {

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <thread>
 
 namespace kvtier::services {
 namespace {
@@ -94,6 +95,21 @@ TEST_F(ModelPoolTest, StartsWithEmptyCachesAndNotInThoseOfAnother) {
 
   const ModelPool again(options());
   EXPECT_FALSE(fs::exists(segment));
+}
+
+TEST_F(ModelPoolTest, EnginesThatAreReadAreNotInUse) {
+  ModelPoolOptions one = options();
+  one.max_models = 1;
+  ModelPool pool(one);
+  std::jthread scrapes([&pool](const std::stop_token& ending) {
+    while (!ending.stop_requested()) {
+      (void)pool.stats();
+      (void)pool.find(spec(1));
+    }
+  });
+  for (int i = 0; i < 10; ++i) {
+    for (const int kv_heads : {2, 4}) EXPECT_NO_THROW((void)pool.acquire(spec(kv_heads))) << i;
+  }
 }
 
 TEST_F(ModelPoolTest, RefusesAFolderThatOthersMayWrite) {

@@ -454,6 +454,48 @@ class GatedPagesTest : public PageStoreTest {
   const std::shared_ptr<GatedTier> servers_ = std::make_shared<GatedTier>();
 };
 
+/// A tier that says nothing of itself before it may.
+class SilentTier final : public PageTier {
+ public:
+  void put(std::span<TierPut> /*pages*/, Deadline /*deadline*/) override {}
+  void get(std::span<TierGet> /*pages*/, Deadline /*deadline*/) override {}
+  void remove(std::span<const kvtier::PageKey> /*keys*/, Deadline /*deadline*/) override {}
+  [[nodiscard]] std::size_t max_page_bytes() const noexcept override { return 1U << 24U; }
+  [[nodiscard]] TierStats stats() const override {
+    asked.set_value(true);
+    may_answer.wait_for(kPatience);
+    return {};
+  }
+  [[nodiscard]] std::string describe() const override { return "silent tier"; }
+
+  mutable std::promise<bool> asked;
+  std::promise<void> answer;
+  std::shared_future<void> may_answer = answer.get_future().share();
+};
+
+TEST_F(PageStoreTest, StatisticsThatWaitForAServerKeepNoCallWaiting) {
+  const auto server = std::make_shared<SilentTier>();
+  PageStoreOptions options = small_options();
+  options.backing = [server](const Tenant& tenant) {
+    PageBacking backing;
+    if (tenant.index() == 0) backing.remote = {server};
+    return backing;
+  };
+  make_store(options);
+  auto scrape = std::async(std::launch::async, [this] { return store_->stats().leases; });
+  ASSERT_TRUE(kvtier::testing::await(server->asked));
+
+  auto calls = std::async(std::launch::async, [this] {
+    (void)open(beta_);
+    (void)lease_->pages.reserve(*lease_, {});
+  });
+  EXPECT_EQ(calls.wait_for(kPatience), std::future_status::ready);
+
+  server->answer.set_value();
+  EXPECT_EQ(scrape.get(), 1U);
+  server->asked = {};  // of the end of the test
+}
+
 TEST_F(GatedPagesTest, DeletedPagesAreNotBroughtBackBeforeTheServersHaveDeletedThem) {
   const PageInfo page = put("a", 1);
   settle();

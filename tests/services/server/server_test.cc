@@ -177,6 +177,18 @@ TEST_F(StreamTest, ExpiredDeadlineStoresNothing) {
   EXPECT_THAT(lengths(name), ElementsAre(0, 0));
 }
 
+TEST_F(ServerTest, ASweepWithoutMemoryEndsNothing) {
+  ServerOptions options = this->options();
+  std::atomic<int> sweeps{0};
+  options.core.group_memory = [&sweeps]() -> std::vector<GroupMemory> {
+    if (sweeps++ == 0) throw std::bad_alloc();
+    return {};
+  };
+  start(options);
+  EXPECT_TRUE(kvtier::testing::eventually([&] { return sweeps > 1; }));
+  server_.reset();  // before what it counts in
+}
+
 TEST_F(StreamTest, IdleStreamIsEnded) {
   grpc::ClientContext context;
   set_deadline(context);

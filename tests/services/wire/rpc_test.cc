@@ -1,10 +1,12 @@
 #include "services/wire/rpc.h"
 
 #include "services/wire/each_tensor.h"
+#include "services/wire/message_pieces.h"
 
 #include <gtest/gtest.h>
 
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -109,6 +111,44 @@ TEST(Rpc, MethodsOfFramesAreThoseOfTheFormat) {
   EXPECT_EQ(method_of<v1::BatchSelectRequest>(), Method::kBatchSelect);
   EXPECT_EQ(method_of<v1::BatchFetchRequest>(), Method::kBatchFetch);
   EXPECT_EQ(method_of<v1::BatchLookupPagesRequest>(), Method::kBatchLookupPages);
+}
+
+bool has_few(const google::protobuf::Message& message) {
+  const std::string text = message.SerializeAsString();
+  const auto bytes = std::as_bytes(std::span(text));
+  const std::size_t half = bytes.size() / 2;
+  return has_few_fields({bytes.first(half), bytes.subspan(half)}, *message.GetDescriptor());
+}
+
+TEST(MessageFields, AreCountedInAllPartsOfAMessage) {
+  v1::BatchDecodeRequest batch;
+  for (int i = 0; i < kMaxFields / 4; ++i) {
+    *batch.add_items()->mutable_query()->mutable_data() = "x";
+    batch.mutable_items(i)->set_step(i + 1);  // a number, which is not counted
+    batch.mutable_items(i)->set_session("s");
+  }
+  EXPECT_TRUE(has_few(batch)) << "four each";
+  batch.add_items();
+  EXPECT_FALSE(has_few(batch));
+}
+
+TEST(MessageFields, NumbersOfAFieldAreNotCounted) {
+  std::string text;
+  for (int i = 0; i <= kMaxFields; ++i) text += "\x38\x01";
+  const v1::GetSessionRequest none;
+  const ByteRuns unknown{std::as_bytes(std::span(text))};
+  EXPECT_FALSE(has_few_fields(unknown, *none.GetDescriptor())) << "no field of the type";
+  const auto* step = v1::DecodeRequest::descriptor()->FindFieldByName("step");
+  for (std::size_t i = 0; i < text.size(); i += 2) text[i] = static_cast<char>(step->number() << 3);
+  const ByteRuns known{std::as_bytes(std::span(text))};
+  EXPECT_TRUE(has_few_fields(known, *v1::DecodeRequest::descriptor()));
+}
+
+TEST(MessageFields, BytesThatAreNoMessageHaveFew) {
+  for (const std::string text : {"\x0A", "\x0A\xFF\xFF\xFF\xFF\x0F", "\x07", "\x0B\x0C\x0C"}) {
+    EXPECT_TRUE(
+        has_few_fields({std::as_bytes(std::span(text))}, *v1::BatchDecodeRequest::descriptor()));
+  }
 }
 
 }  // namespace
