@@ -246,7 +246,7 @@ enum class RowCachePolicy : std::uint8_t {
 struct MemoryConfig {
   /// Budget of sketches, staging and workspaces (and of pages with `KvPlacement::kDevice`).
   std::size_t device_bytes = 512 * MiB;
-  /// Size of the page pool. Pinned on the CUDA backend.
+  /// Size of the page pool: one page at least, or 0 for none. Pinned on the CUDA backend.
   std::size_t host_bytes = 1 * GiB;
   KvPlacement placement = KvPlacement::kHost;
   PageFormat page_format = PageFormat::kModel;

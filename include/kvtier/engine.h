@@ -118,7 +118,9 @@ struct SessionConfig {
   /// begins the session as far as they go.
   std::size_t max_page_bytes = 0;
   /// Whether the session is opened only where what it takes at its full length (`session_memory`)
-  /// is there: pages, here or in tiers, and sketches that no session holds or has been promised.
+  /// is there: pages, here or in tiers, and sketches that no session holds or has been promised. Of
+  /// a disk cache those pages count that have room whichever others are removed: about three
+  /// quarters.
   /// They are promised to it then; what sessions without a promise still append can be in the way.
   /// Else `open` throws `kResourceExhausted` with what it takes and what is left.
   bool whole = false;
@@ -150,8 +152,9 @@ struct BatchItem {
 /// Thread-safe. Sessions keep the engine's state alive, so the order of destruction is free.
 class KVTIER_EXPORT Engine {
  public:
-  /// Throws `kInvalidArgument` with all problems of `config`, `kResourceExhausted` when memory
-  /// cannot be allocated or pinned, `kUnimplemented` when CUDA is asked for and cannot be used.
+  /// Throws `kInvalidArgument` with all problems of `config`, `kResourceExhausted` when a budget of
+  /// `config` is too small or memory cannot be allocated or pinned, `kUnimplemented` when CUDA is
+  /// asked for and cannot be used.
   explicit Engine(const Config& config);
   ~Engine();
   Engine(Engine&&) noexcept;

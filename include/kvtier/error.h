@@ -32,7 +32,8 @@ enum class ErrorCode : std::uint8_t {
   kUnimplemented = 12,
   /// A CUDA fault or a broken invariant. The engine is failed and every later call throws the same.
   kInternal = 13,
-  /// The system is draining or starting. Retrying later can succeed.
+  /// The system is draining or starting, or a tier did not answer in time. Retrying later can
+  /// succeed.
   kUnavailable = 14,
   /// Stored bytes are truncated or do not match their checksum.
   kDataLoss = 15,

@@ -36,8 +36,8 @@ struct EngineMemory {
 
 /// Returns what a session of `tokens` tokens takes in an engine of `config` whose row cache has
 /// `row_cache_rows` rows per KV head of a layer; no budget of `config` matters. Throws
-/// `kInvalidArgument` for a configuration that is not valid, and for a number of tokens that is not
-/// in 1..`max_session_tokens`.
+/// `kInvalidArgument` with all problems of a configuration that is not valid, and for a number of
+/// tokens that is not in 1..`max_session_tokens`.
 ///
 /// ```cpp
 /// kvtier::Config config;

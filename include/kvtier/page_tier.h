@@ -103,7 +103,8 @@ struct TierStats {
 ///
 /// A put of a key that is there is kOk and may write nothing. A get whose size is not that of the
 /// stored page is kMiss: the caller's pages have another geometry. Keys removed while the tier is
-/// unavailable may be found again. An engine that ends removes its pages.
+/// unavailable may be found again. An engine that ends removes its pages, unless a disk cache,
+/// which ends with it, is its first tier.
 ///
 /// ```cpp
 /// kvtier::Config config;

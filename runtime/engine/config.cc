@@ -40,8 +40,15 @@ std::string_view allowed_weightings(Estimator estimator) {
                          "a known estimator");
 }
 
+/// `last`: the enumerator of the largest number.
+template <typename Enum>
+void require_known(Problems& problems, std::string_view field, Enum value, Enum last) {
+  problems.require(value <= last, field, "an enumerator", static_cast<int>(value));
+}
+
 std::vector<std::string> check_layer(const LayerConfig& layer) {
   Problems problems;
+  require_known(problems, "mode", layer.mode, LayerMode::kSlidingWindow);
   if (layer.mode == LayerMode::kSlidingWindow) {
     problems.require(layer.window_tokens >= 1, "window_tokens",
                      "at least 1 in a sliding-window layer", layer.window_tokens);
@@ -63,14 +70,13 @@ std::vector<std::string> RetrievalConfig::validate() const {
                    allowed_weightings(estimator), weighting_name(weighting()));
   const bool estimates_logits =
       estimator == Estimator::kNormAware || weighting() == ValueWeighting::kCalibrated;
-  problems.require(rule == SelectionRule::kTopK || rule == SelectionRule::kPriority, "rule",
-                   "an enumerator", static_cast<int>(rule));
+  require_known(problems, "rule", rule, SelectionRule::kPriority);
   problems.require(rule != SelectionRule::kPriority || estimates_logits, "rule",
                    "top_k where scores are no logits (priority needs norm-aware, or soft collision "
                    "with calibrated value weighting)",
                    "priority");
-  problems.require(code == SketchCode::kSign || code == SketchCode::kScalar, "code",
-                   "an enumerator", static_cast<int>(code));
+  require_known(problems, "code", code, SketchCode::kScalar);
+  require_known(problems, "plane_kind", planes(), PlaneKind::kOrthogonal);
   if (code == SketchCode::kScalar) {
     problems.require(estimator == Estimator::kNormAware, "code",
                      "sign with an estimator that reads signs (scalar needs norm-aware)", "scalar");
@@ -88,9 +94,7 @@ std::vector<std::string> RetrievalConfig::validate() const {
                      "are 0), for else some sets are empty",
                      error_target);
   }
-  problems.require(selection == Selection::kPerQueryHead || selection == Selection::kPerKvHead ||
-                       selection == Selection::kPerSequence,
-                   "selection", "an enumerator", static_cast<int>(selection));
+  require_known(problems, "selection", selection, Selection::kPerSequence);
   if (coarse_bits != 0) {
     problems.require(selection != Selection::kPerSequence, "coarse_bits",
                      "0 (one phase) with a set per sequence", coarse_bits);
@@ -157,8 +161,8 @@ std::vector<std::string> Config::validate() const {
                     check_layer(model.layer_options[i]));
   }
 
-  problems.require(memory.page_format <= PageFormat::kInt8, "memory.page_format", "an enumerator",
-                   static_cast<int>(memory.page_format));
+  require_known(problems, "memory.placement", memory.placement, KvPlacement::kDevice);
+  require_known(problems, "memory.page_format", memory.page_format, PageFormat::kInt8);
   const int p = memory.page_tokens;
   problems.require(p == 16 || p == 32 || p == 64 || p == 128 || p == 256, "memory.page_tokens",
                    "16, 32, 64, 128 or 256", p);
@@ -171,8 +175,8 @@ std::vector<std::string> Config::validate() const {
   constexpr int kMaxRowCacheRows = 1 << 20;
   problems.require(memory.row_cache_rows >= -1 && memory.row_cache_rows <= kMaxRowCacheRows,
                    "memory.row_cache_rows", "-1 (automatic) or 0..2^20", memory.row_cache_rows);
-  problems.require(memory.row_cache_policy <= RowCachePolicy::kScore, "memory.row_cache_policy",
-                   "an enumerator", static_cast<int>(memory.row_cache_policy));
+  require_known(problems, "memory.row_cache_policy", memory.row_cache_policy,
+                RowCachePolicy::kScore);
   const std::size_t row_cache_bytes = memory.row_cache_bytes.value_or(0);
   problems.require(row_cache_bytes == 0 || memory.staging_rows != 0, "memory.row_cache_bytes",
                    "0 with staging_rows = 0, which has rows read in place", row_cache_bytes);
@@ -180,8 +184,8 @@ std::vector<std::string> Config::validate() const {
                    "0 with row_cache_rows = 0, which is no row cache", row_cache_bytes);
   problems.require(memory.pin_threads >= 0, "memory.pin_threads", "at least 0", memory.pin_threads);
 
-  problems.require(memory.host_allocation <= HostAllocation::kDriver, "memory.host_allocation",
-                   "an enumerator", static_cast<int>(memory.host_allocation));
+  require_known(problems, "memory.host_allocation", memory.host_allocation,
+                HostAllocation::kDriver);
   problems.require(
       memory.calibration_file.empty() || memory.host_allocation == HostAllocation::kAuto,
       "memory.calibration_file", "none beside a host_allocation", memory.calibration_file);
@@ -198,12 +202,15 @@ std::vector<std::string> Config::validate() const {
   problems.require(memory.tier_deadline.count() >= 1 && memory.tier_deadline.count() <= kMostMillis,
                    "memory.tier_deadline", "1..2^31 - 1 ms", memory.tier_deadline.count());
 
+  require_known(problems, "backend", backend, Backend::kCuda);
   problems.append("retrieval.", retrieval.validate());
   problems.append("retrieval.", hashing::check_code(retrieval.sketch(d), d));
   problems.append("retrieval.", hashing::check_coarse(retrieval, d));
   for (std::size_t i = 0; i < extra_sketches.size(); ++i) {
     const std::string name = "extra_sketches[" + std::to_string(i) + "].";
     const int planes = extra_sketches[i].num_planes;
+    require_known(problems, name + "kind", extra_sketches[i].kind, PlaneKind::kOrthogonal);
+    require_known(problems, name + "code", extra_sketches[i].code, SketchCode::kScalar);
     problems.require(planes >= 1 && planes <= 1024, name + "num_planes", "1..1024", planes);
     problems.append(name, hashing::check_code(extra_sketches[i], d));
   }

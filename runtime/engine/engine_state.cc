@@ -56,8 +56,7 @@ EngineState::EngineState(const Config& config_in)
       fixed_device_bytes_(plan.bytes) {
   if (!pools.pages_on_device) make_pages();
   make_frame_checks();
-  const DevicePools sizes = plan_pools(config, device->backend(), plan, fixed_device_bytes_,
-                                       pools.pages_on_device ? 0 : tokens_of_pages());
+  const DevicePools sizes = plan_pools(config, device->backend(), plan, fixed_device_bytes_);
   make_sketches(sizes);
   make_row_cache(sizes);
   make_frame_factors(sizes);
@@ -84,12 +83,18 @@ EngineState::~EngineState() {
 
 void EngineState::make_pages() {
   const auto page_bytes = static_cast<std::size_t>(kv.page_bytes());
+  const std::size_t host_bytes = config.memory.host_bytes;
+  if (host_bytes > 0 && host_bytes < page_bytes) {
+    throw_error(ErrorCode::kResourceExhausted, "memory.host_bytes: expected 0 or at least ",
+                page_bytes, " for one page of ", kv.page_tokens, " tokens of ", kv.kv_heads,
+                " KV heads, found ", host_bytes);
+  }
   tiers = make_page_tiers(config.memory, page_bytes, config.log);
   PagePool::Owner& owner = *this;
   pools.pages = tiers == nullptr
                     ? std::make_unique<PagePool>(*device, transfer::Space::kPinnedHost, page_bytes,
-                                                 config.memory.host_bytes, page_pool_options())
-                    : std::make_unique<PagePool>(*device, page_bytes, config.memory.host_bytes,
+                                                 host_bytes, page_pool_options())
+                    : std::make_unique<PagePool>(*device, page_bytes, host_bytes,
                                                  page_pool_options(), *tiers, owner);
 }
 
@@ -142,17 +147,6 @@ transfer::PinOptions EngineState::page_pool_options() const {
   }
   options.allocation = calibration.best;
   return options;
-}
-
-std::int64_t EngineState::tokens_of_pages() const {
-  std::size_t most = pools.pages->num_frames();
-  const std::size_t page_bytes = pools.pages->page_bytes();
-  if (!config.memory.disk_cache.empty()) {
-    most += disk_cache_pages(config.memory, page_bytes);
-  } else if (tiers) {
-    most += tiers->capacity_pages(page_bytes);
-  }
-  return static_cast<std::int64_t>(most) * kv.page_tokens;
 }
 
 void EngineState::make_sketches(const DevicePools& sizes) {

@@ -37,8 +37,6 @@ class EngineState : private PagePool::Owner {
   /// Enqueues the copy of a page. Within a submission scope: on CUDA pages in host memory go by way
   /// of `Workspace::packed`, because a copy from host to host would hold the caller up.
   void copy_page(transfer::Stream& stream, const transfer::CopyRun& page) const;
-  /// Tokens of a layer for which there are pages, those in tiers included.
-  [[nodiscard]] std::int64_t tokens_of_pages() const;
   void log(LogLevel level, const std::string& message) const;
   [[nodiscard]] Stats stats();
 

@@ -5,7 +5,6 @@
 #include "hashing/sketch.h"
 #include "include/types/failure.h"
 #include "runtime/engine/memory_plan.h"
-#include "runtime/paging/page_tiers.h"
 #include "runtime/sequence/sequence_memory.h"
 #include "transfer/device/device.h"
 #include "transfer/kv/rows.h"
@@ -17,11 +16,6 @@
 
 namespace kvtier {
 namespace {
-
-void check_config(const Config& config) {
-  const std::vector<std::string> problems = config.validate();
-  if (!problems.empty()) throw Error(ErrorCode::kInvalidArgument, problems.front());
-}
 
 void check_backend(Backend backend) {
   if (backend == Backend::kCpu || (backend == Backend::kCuda && transfer::has_cuda_half())) return;
@@ -43,15 +37,6 @@ std::size_t bytes_of(std::int64_t tokens, std::size_t each) {
   return static_cast<std::size_t>(tokens) * each;
 }
 
-/// Tokens of a layer for which there are pages, those in a disk cache included.
-std::int64_t tokens_of_pages(const Config& config, const transfer::KvGeometry& kv) {
-  const auto page_bytes = static_cast<std::size_t>(kv.page_bytes());
-  if (config.memory.placement == KvPlacement::kDevice) return 0;
-  const std::size_t pages =
-      config.memory.host_bytes / page_bytes + runtime::disk_cache_pages(config.memory, page_bytes);
-  return static_cast<std::int64_t>(pages) * kv.page_tokens;
-}
-
 /// Tokens of the slabs that hold `tokens` tokens in all layers.
 std::int64_t slab_tokens(const Config& config, std::int64_t tokens) {
   return config.model.layers * runtime::ceil_div(tokens, hashing::kBlockTokens) *
@@ -61,7 +46,7 @@ std::int64_t slab_tokens(const Config& config, std::int64_t tokens) {
 }  // namespace
 
 SessionMemory session_memory(const Config& config, std::int64_t tokens, int row_cache_rows) {
-  check_config(config);
+  (void)validated(config);
   check_tokens(config, tokens);
   const transfer::KvGeometry kv = runtime::geometry_of(config);
   const auto layers = static_cast<std::size_t>(config.model.layers);
@@ -80,15 +65,14 @@ SessionMemory session_memory(const Config& config, std::int64_t tokens, int row_
 }
 
 EngineMemory engine_memory(const Config& config, Backend backend) {
-  check_config(config);
+  (void)validated(config);
   check_backend(backend);
   const transfer::KvGeometry kv = runtime::geometry_of(config);
   const runtime::WorkspacePlan workspace = runtime::plan_workspace(config, backend);
   const std::size_t checks = runtime::frame_check_bytes(config, backend);
   const bool keeps_checks = checks <= (config.memory.device_bytes - workspace.bytes) / 2;
-  const runtime::DevicePools pools =
-      runtime::plan_pools(config, backend, workspace, workspace.bytes + (keeps_checks ? checks : 0),
-                          tokens_of_pages(config, kv));
+  const runtime::DevicePools pools = runtime::plan_pools(
+      config, backend, workspace, workspace.bytes + (keeps_checks ? checks : 0));
   return {.workspace = workspace.bytes,
           .sketches = bytes_of(pools.sketch_tokens, runtime::sketch_token_bytes(config)),
           .pages = bytes_of(pools.page_tokens / kv.page_tokens,
@@ -100,16 +84,15 @@ EngineMemory engine_memory(const Config& config, Backend backend) {
 
 std::size_t device_bytes_for(const Config& given, Backend backend, std::int64_t tokens,
                              int sessions) {
-  check_config(given);
+  Config config = validated(given);
   check_backend(backend);
-  check_tokens(given, tokens);
+  check_tokens(config, tokens);
   if (sessions < 1) throw_invalid("sessions", "at least 1", sessions);
-  Config config = given;
   config.memory.device_bytes = SIZE_MAX / 2;
   const transfer::KvGeometry kv = runtime::geometry_of(config);
   const runtime::WorkspacePlan workspace = runtime::plan_workspace(config, backend);
   const runtime::DevicePools pools =
-      runtime::plan_pools(config, backend, workspace, workspace.bytes, tokens_of_pages(config, kv));
+      runtime::plan_pools(config, backend, workspace, workspace.bytes);
   std::size_t token_bytes = runtime::sketch_token_bytes(config);
   if (config.memory.placement == KvPlacement::kDevice) {
     token_bytes += static_cast<std::size_t>(kv.page_bytes() / kv.page_tokens);

@@ -4,6 +4,7 @@
 
 #include "hashing/sketch.h"
 #include "include/types/failure.h"
+#include "runtime/paging/page_tiers.h"
 #include "transfer/kv/frame_factors.h"
 #include "transfer/kv/rows.h"
 
@@ -176,7 +177,7 @@ bool places_rows(const Config& config, Backend backend, const WorkspacePlan& wor
 }
 
 DevicePools plan_pools(const Config& config, Backend backend, const WorkspacePlan& workspace,
-                       std::size_t fixed, std::int64_t host_tokens) {
+                       std::size_t fixed) {
   const transfer::KvGeometry kv = geometry_of(config);
   const std::size_t token_bytes = sketch_token_bytes(config);
   const std::size_t left = config.memory.device_bytes - std::min(config.memory.device_bytes, fixed);
@@ -192,6 +193,10 @@ DevicePools plan_pools(const Config& config, Backend backend, const WorkspacePla
     pools.sketch_tokens = whole_slabs(tokens);
     return pools;
   }
+  const auto page_bytes = static_cast<std::size_t>(kv.page_bytes());
+  const std::size_t pages =
+      config.memory.host_bytes / page_bytes + tier_room(config.memory, page_bytes).most;
+  const std::int64_t host_tokens = static_cast<std::int64_t>(pages) * kv.page_tokens;
   const std::int64_t full = config.memory.max_session_tokens * config.model.layers;
   const std::int64_t sessions = std::max<std::int64_t>(1, (host_tokens + full / 2) / full);
   const std::int64_t most = 2 * host_tokens + kSpareTokens;

@@ -61,12 +61,12 @@ struct DevicePools {
   std::size_t factor_bytes = 0;      ///< Of `device_bytes`: copies of the factors of int8 rows.
 };
 /// Divides what `device_bytes` has beside `fixed` bytes: pages and sketches with pages on the
-/// device; else sketches of the `host_tokens` tokens of a layer that the pages hold, then the row
-/// cache unless `row_cache_bytes` says its size, then the factors of int8 rows in all frames, which
-/// the row cache reads, then more sketches for sequences that leave slabs part-filled.
+/// device; else sketches of the tokens of a layer that the pages hold, those in tiers included,
+/// then the row cache unless `row_cache_bytes` says its size, then the factors of int8 rows in all
+/// frames, which the row cache reads, then more sketches for sequences that leave slabs
+/// part-filled.
 [[nodiscard]] DevicePools plan_pools(const Config& config, Backend backend,
-                                     const WorkspacePlan& workspace, std::size_t fixed,
-                                     std::int64_t host_tokens);
+                                     const WorkspacePlan& workspace, std::size_t fixed);
 
 /// "9.0 GiB"
 [[nodiscard]] std::string show_bytes(std::size_t bytes);

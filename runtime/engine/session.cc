@@ -143,7 +143,9 @@ void SessionState::take_whole(PageAccount& account) const {
                 describe(wanted, engine.config.memory.placement));
   };
   const std::size_t page = engine.quotas.page_bytes();
-  const auto all = static_cast<std::size_t>(engine.tokens_of_pages() / engine.kv.page_tokens);
+  const std::size_t in_tier = tier_room(engine.config.memory, page).sure;
+  // A frame stays for pages to come back to.
+  const std::size_t all = engine.pools.pages->num_frames() + in_tier - (in_tier > 0 ? 1 : 0);
   check(wanted.pages, all * page, engine.quotas.committed_pages() * page, "pages");
   std::size_t slabs = 0;
   for (const SketchStore& sketch : engine.pools.sketches) {

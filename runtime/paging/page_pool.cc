@@ -142,12 +142,12 @@ bool PagePool::discard(Page& page) {
 
 std::size_t PagePool::num_movable() const { return num_movable_ + num_free(); }
 
-std::vector<Page*> PagePool::choose(std::size_t count) {
+std::vector<Page*> PagePool::choose(std::size_t count, bool stored) {
   const auto page_of_id = [this](PageOrder::Id id) -> Page& { return pages_[id - 1]; };
   std::vector<Page*> chosen;
   for (const PageOrder::Id id : order_.choose(count, [&](PageOrder::Id candidate) {
          const Page& page = page_of_id(candidate);
-         return page.movable() && page.needed_by != call_;
+         return page.movable() && page.needed_by != call_ && (page.stored || !stored);
        })) {
     chosen.push_back(&page_of_id(id));
   }
@@ -206,6 +206,11 @@ std::size_t PagePool::evict(transfer::Stream& stream, std::size_t count) {
     }
     if (refused_) break;
   }
+  if (freed > 0) return freed;
+  for (Page* page : choose(count, /*stored=*/true)) {  // beyond the first that were to go
+    evict_page(*page);
+    ++freed;
+  }
   return freed;
 }
 
@@ -234,11 +239,7 @@ PagePool::Protected PagePool::protect(std::span<Page* const> pages) {
 std::vector<std::byte*> PagePool::take_frames(transfer::Stream& stream, std::size_t count) {
   std::vector<std::byte*> frames(count);
   while (!frames_.take_all(frames, &stream)) {
-    const std::size_t have = num_free();
-    if (evict(stream, count - std::min(have, count - 1)) > 0) continue;
-    throw_error(ErrorCode::kResourceExhausted, "page pool: expected ", count,
-                " frames for pages that a call needs, found ", have, " of ", num_frames(),
-                " free (memory.host_bytes)", eviction_failure_reason());
+    if (evict(stream, count - std::min(num_free(), count - 1)) == 0) return {};
   }
   return frames;
 }
@@ -278,6 +279,7 @@ bool PagePool::wait_for_lease() {
 
 bool PagePool::ensure_resident(transfer::Stream& stream, std::span<Page* const> pages,
                                bool keep_lock) {
+  refused_ = false;
   Protected needed = protect(pages);
   while (!needed.missing.empty() && !keep_lock && wait_for_lease()) needed = protect(pages);
   if (needed.missing.empty()) return true;
@@ -285,27 +287,29 @@ bool PagePool::ensure_resident(transfer::Stream& stream, std::span<Page* const> 
 
   std::vector<PageIn> in(needed.missing.size());  // before the frames are taken: it may fail
   const std::vector<std::byte*> frames = take_frames(stream, in.size());
+  if (frames.empty()) {
+    if (needed.pages.size() > 1) return false;
+    throw_error(ErrorCode::kResourceExhausted,
+                "page pool: expected a frame for a page that a call needs, found 0 of ",
+                num_frames(), " (memory.host_bytes)", eviction_failure_reason());
+  }
   for (std::size_t i = 0; i < in.size(); ++i) {
     in[i].version = needed.missing[i]->version;
     in[i].bytes = {frames[i], page_bytes()};
     in[i].crc = needed.missing[i]->crc;
   }
   owner_->wait_for_work(stream);  // the frames' last readers
-  if (keep_lock) {
-    tiers_->read(in);
-    place(needed.missing, in);
-    return true;
-  }
-  read_unlocked(needed.pages, needed.missing, in);
+  read(needed.pages, needed.missing, in, keep_lock);
   return true;
 }
 
-void PagePool::read_unlocked(std::span<Page* const> needed, std::span<Page* const> missing,
-                             std::span<PageIn> in) {
+void PagePool::read(std::span<Page* const> needed, std::span<Page* const> missing,
+                    std::span<PageIn> in, bool keep_lock) {
   lease(needed);
   std::exception_ptr failure;
   try {
-    owner_->run_unlocked([&] { tiers_->read(in); });
+    const auto read_all = [&] { tiers_->read(in); };
+    keep_lock ? read_all() : owner_->run_unlocked(read_all);
   } catch (...) {
     for (PageIn& page : in) page.outcome = PageIn::Outcome::kUnavailable;
     failure = std::current_exception();

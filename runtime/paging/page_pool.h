@@ -133,6 +133,8 @@ class PagePool {
   /// how many. 0: no page may be evicted, or the tier takes none; `eviction_failure_reason` says
   /// which; without tiers always.
   std::size_t evict(transfer::Stream& stream, std::size_t count);
+  /// Returns whether the tier took none of the last pages that were to go.
+  [[nodiscard]] bool refused() const noexcept { return refused_; }
   /// Why nothing was evicted, to be appended to a message; empty without tiers.
   [[nodiscard]] std::string eviction_failure_reason() const;
 
@@ -141,9 +143,9 @@ class PagePool {
   static void record_rows_read(Page& page, std::uint32_t rows) { page.rows += rows; }
   /// Restores these pages, repeated or not, and protects them from eviction until the next call of
   /// it or of `unprotect_all`. Returns false, nothing changed, when they are more than can be
-  /// resident at once. Throws `kDataLoss` when one is lost, `kUnavailable` when a tier does not
-  /// answer in time, `kResourceExhausted` when the tier does not take the pages in whose place they
-  /// come.
+  /// resident at once, also because the tier does not take those in whose place they come. Throws
+  /// `kDataLoss` when one is lost, `kUnavailable` when a tier does not answer in time,
+  /// `kResourceExhausted` when there is no frame for a single one.
   ///
   /// May unlock the engine while it waits: afterwards everything that the mutex guards may have
   /// changed, except what the caller holds. Not with `keep_lock`, which only follows a call that
@@ -176,8 +178,8 @@ class PagePool {
   /// Changes whether a page may go, and counts it.
   template <typename Change>
   void update(Page& page, Change change);
-  /// Chooses up to `count` pages to go.
-  [[nodiscard]] std::vector<Page*> choose(std::size_t count);
+  /// Chooses up to `count` pages to go, or of those alone that the first tier has.
+  [[nodiscard]] std::vector<Page*> choose(std::size_t count, bool stored = false);
   void evict_page(Page& page);
   /// Finds what a call needs and marks it so.
   struct Protected {
@@ -186,14 +188,14 @@ class PagePool {
     std::size_t unmovable = 0;  ///< Resident, and not movable anyway.
   };
   [[nodiscard]] Protected protect(std::span<Page* const> pages);
-  /// Takes as many frames.
+  /// Takes as many frames, or none.
   [[nodiscard]] std::vector<std::byte*> take_frames(transfer::Stream& stream, std::size_t count);
   /// Keeps pages, and keeps them held, or ends that.
   void lease(std::span<Page* const> pages);
   void end_lease(std::span<Page* const> pages);
-  /// Reads pages into frames, without the mutex, while `needed` are leased.
-  void read_unlocked(std::span<Page* const> needed, std::span<Page* const> missing,
-                     std::span<PageIn> in);
+  /// Reads pages into frames, without the mutex unless `keep_lock`, while `needed` are leased.
+  void read(std::span<Page* const> needed, std::span<Page* const> missing, std::span<PageIn> in,
+            bool keep_lock);
   /// Puts pages that were read into their frames; gives back those of pages that did not come.
   /// Throws what `ensure_resident` throws of those.
   void place(std::span<Page* const> pages, std::span<const PageIn> in);
@@ -211,7 +213,7 @@ class PagePool {
   std::size_t num_shared_ = 0;
   std::size_t num_movable_ = 0;
   std::size_t num_evicted_ = 0;
-  bool refused_ = false;    ///< The tier took none of the last that were to go.
+  bool refused_ = false;
   std::mutex lease_mutex_;  // guards leased_, which changes with the engine's mutex held, too
   std::condition_variable lease_ended_;
   bool leased_ = false;

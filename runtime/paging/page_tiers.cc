@@ -4,7 +4,6 @@
 
 #include "include/types/failure.h"
 #include "transfer/tiers/crc32c.h"
-#include "transfer/tiers/file_tier.h"
 #include "transfer/tiers/segment.h"
 
 #include <algorithm>
@@ -93,14 +92,15 @@ std::unique_ptr<PageTiers> make_page_tiers(const MemoryConfig& config, std::size
   return std::make_unique<PageTiers>(std::move(all), page_bytes, config.tier_deadline, log);
 }
 
-std::size_t disk_cache_pages(const MemoryConfig& config, std::size_t page_bytes) {
-  if (config.disk_cache.empty()) return 0;
-  return tiers::capacity_pages(disk_cache_options(config, page_bytes), page_bytes);
-}
-
-std::size_t PageTiers::capacity_pages(std::size_t page_bytes) const {
-  const std::uint64_t capacity = tiers_.front()->stats().capacity_bytes;
-  return capacity == 0 ? std::numeric_limits<std::uint32_t>::max() : capacity / page_bytes;
+tiers::PageRoom tier_room(const MemoryConfig& config, std::size_t page_bytes) {
+  if (!config.disk_cache.empty()) {
+    return tiers::page_room(disk_cache_options(config, page_bytes), page_bytes);
+  }
+  if (config.tiers.empty()) return {};
+  const std::uint64_t capacity = config.tiers.front()->stats().capacity_bytes;
+  const std::uint64_t pages =
+      capacity == 0 ? std::numeric_limits<std::uint32_t>::max() : capacity / page_bytes;
+  return {.most = pages, .sure = pages};
 }
 
 PageKey PageTiers::key_of(const PageVersion& version) const {

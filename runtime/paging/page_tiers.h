@@ -4,6 +4,8 @@
 #include "kvtier/page_tier.h"
 #include "kvtier/stats.h"
 
+#include "transfer/tiers/file_tier.h"
+
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -68,9 +70,6 @@ class PageTiers {
   [[nodiscard]] const std::vector<std::shared_ptr<PageTier>>& all() const noexcept {
     return tiers_;
   }
-  /// Pages that the first tier may hold by what it says of itself; as many as one likes, when it
-  /// says nothing. For a disk cache see `disk_cache_pages`.
-  [[nodiscard]] std::size_t capacity_pages(std::size_t page_bytes) const;
   /// Names the first tier and what it last answered to a put that failed.
   [[nodiscard]] std::string describe_refusal() const;
 
@@ -105,8 +104,9 @@ class PageTiers {
   bool refusing_ = false;  ///< The log has said so.
 };
 
-/// Pages that the disk cache has room for; 0 without one.
-[[nodiscard]] std::size_t disk_cache_pages(const MemoryConfig& config, std::size_t page_bytes);
+/// Pages that the first tier has room for, by what it says of itself where it is no disk cache; as
+/// many as one likes, when it says nothing. None without tiers.
+[[nodiscard]] tiers::PageRoom tier_room(const MemoryConfig& config, std::size_t page_bytes);
 
 /// Returns the tiers that the configuration names, none when it names none. Throws what the file
 /// tier throws, and `kInvalidArgument`.

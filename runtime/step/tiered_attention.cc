@@ -51,9 +51,8 @@ void fail_too_many(const EngineState& engine, std::size_t needed) {
   const PagePool& pool = *engine.pools.pages;
   throw_error(ErrorCode::kResourceExhausted, "page pool: expected room for the ", needed,
               " pages that one call reads at once, found ", pool.num_movable(), " of ",
-              pool.num_frames(),
-              " frames that can be had (memory.host_bytes); the others are being written or "
-              "belong to captured graphs");
+              pool.num_frames(), " frames that can be had (memory.host_bytes)",
+              pool.eviction_failure_reason());
 }
 
 bool ensure_tokens_resident(transfer::Stream& stream, EngineState& engine, LayerState& layer,
@@ -181,7 +180,10 @@ std::size_t ensure_static_resident(transfer::Stream& stream, EngineState& engine
   const attention::AttendRequest request{
       .kv = engine.kv, .rule = rule, .sequences = {}, .query_batch = query_batch, .places = {}};
   TieredLaunch launch(stream, engine, layers, request);
-  return launch.ensure_resident({}) ? 0 : launch.needed_.size();
+  if (launch.ensure_resident({})) return 0;
+  // What is selected must not depend on what a tier takes now.
+  if (engine.pools.pages->refused()) fail_too_many(engine, launch.needed_.size());
+  return launch.needed_.size();
 }
 
 std::size_t TieredLaunch::hold_first(std::span<const PageIndex> pages) {

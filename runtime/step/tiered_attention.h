@@ -21,7 +21,8 @@ namespace kvtier::runtime {
 
 /// Restores the pages of the tokens that queries always attend, because a recall target and an
 /// error target weigh these before they select. `layers`: those of the queries' sequences, in their
-/// order. Returns how many pages these are where they are too many at once, else 0.
+/// order. Returns how many pages these are where they are too many at once, else 0. Throws
+/// `kResourceExhausted` where that is because the tier takes no others.
 std::size_t ensure_static_resident(transfer::Stream& stream, EngineState& engine,
                                    std::span<LayerState* const> layers,
                                    const transfer::SpanRule& rule,

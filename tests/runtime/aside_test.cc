@@ -41,10 +41,8 @@ class AsideTest : public EngineTest {
   }
   /// Appends to every layer of both.
   void append(Pair& pair, std::int64_t tokens, std::uint64_t seed) {
-    for (int layer = 0; layer < model().layers; ++layer) {
-      append_random(*pair.tiered, model(), layer, tokens, seed);
-      append_random(*pair.twin, model(), layer, tokens, seed);
-    }
+    append_to_all(*pair.tiered, model(), tokens, seed);
+    append_to_all(*pair.twin, model(), tokens, seed);
   }
   /// Decodes a token in layer 0, reading all tokens.
   static CallTensors decode_all(Session& session, const ModelConfig& model, std::uint64_t seed) {
@@ -169,9 +167,7 @@ TEST_P(AsideTest, ACallThatWaitedInVainHasChangedNothing) {
   EXPECT_EQ(appended(), before + of_short);
   gate_->pages().set({.get = TierStatus::kUnavailable});
   gate_->open();
-  const auto error = error_of([&] { (void)result.get(); });
-  ASSERT_TRUE(error.has_value());
-  EXPECT_EQ(error->code(), ErrorCode::kUnavailable);
+  expect_error(error_of([&] { (void)result.get(); }), ErrorCode::kUnavailable);
   EXPECT_EQ(long_.tiered->length(0), length);
   EXPECT_EQ(appended(), before + of_short);
 
@@ -376,9 +372,7 @@ TEST_P(AsideTest, ManySessionsDecodeAsIfAlone) {
   const auto play = [&](Engine& on, int index, std::latch* appended) {
     const auto seed = static_cast<std::uint64_t>(index) * 1000;
     Session session = on.open();
-    for (int layer = 0; layer < config.model.layers; ++layer) {
-      append_random(session, config.model, layer, 180 + 13 * index, seed + 1);
-    }
+    append_to_all(session, config.model, 180 + 13 * index, seed + 1);
     if (appended != nullptr)
       appended->arrive_and_wait();  // more pages than frames, however they run
     std::vector<CallTensors> calls;

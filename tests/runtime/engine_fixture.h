@@ -206,6 +206,14 @@ inline void append_random(Session& session, const ModelConfig& model, int layer,
   session.append(layer, call.key.view(), call.value.view());
 }
 
+/// The same tokens to every layer.
+inline void append_to_all(Session& session, const ModelConfig& model, std::int64_t tokens,
+                          std::uint64_t seed) {
+  for (int layer = 0; layer < model.layers; ++layer) {
+    append_random(session, model, layer, tokens, seed);
+  }
+}
+
 /// Runs a call that must throw, and returns what it threw.
 template <typename Call>
 std::optional<Error> error_of(Call&& call) {
@@ -215,6 +223,14 @@ std::optional<Error> error_of(Call&& call) {
     return error;
   }
   return std::nullopt;
+}
+
+/// Checks the error of a call that must have thrown, and that its message has `text`.
+inline void expect_error(const std::optional<Error>& error, ErrorCode code,
+                         const std::string& text = "") {
+  ASSERT_TRUE(error.has_value()) << "the call was accepted";
+  EXPECT_EQ(error->code(), code) << error->what();
+  EXPECT_NE(std::string(error->what()).find(text), std::string::npos) << error->what();
 }
 
 /// Runs a suite on each backend; CUDA cases are skipped, visibly, without a usable GPU.

@@ -92,10 +92,7 @@ TEST_P(StateErrorsTest, AppendsStopAtTheSessionsCapacity) {
   append_random(*twin_, model(), 1, 30, 5);
   CallTensors one(model(), 1, 6);
   const std::int64_t full = session_->length(1);
-  const std::optional<Error> error =
-      error_of([&] { session_->decode(1, one.inputs(), one.outputs()); });
-  ASSERT_TRUE(error.has_value());
-  EXPECT_EQ(error->code(), code);
+  expect_error(error_of([&] { session_->decode(1, one.inputs(), one.outputs()); }), code);
   EXPECT_EQ(session_->length(1), full);
 }
 
@@ -257,12 +254,10 @@ TEST_P(StateErrorsTest, FiniteTensorsWithOtherResultsNameLayerAndToken) {
   const std::int64_t length = session_->length(1);
   const auto expect_named = [&](std::int64_t token, const std::function<void()>& step) {
     const std::vector<std::int64_t> lengths = all_lengths();
-    const std::optional<Error> error = error_of(step);
-    ASSERT_TRUE(error.has_value());
-    EXPECT_EQ(error->code(), ErrorCode::kInvalidArgument);
-    EXPECT_THAT(error->what(), ::testing::HasSubstr("layer 1: expected finite results, found NaN "
-                                                    "or infinity in out of token " +
-                                                    std::to_string(token)));
+    expect_error(error_of(step), ErrorCode::kInvalidArgument,
+                 "layer 1: expected finite results, found NaN "
+                 "or infinity in out of token " +
+                     std::to_string(token));
     EXPECT_EQ(all_lengths(), lengths);
   };
   expect_named(length + 1, [&] { session_->decode(1, call.inputs(), call.outputs()); });
@@ -483,12 +478,8 @@ KVTIER_INSTANTIATE_BACKENDS(StateErrorsTest);
 
 TEST(EngineErrors, CudaIsRefusedWhereItCannotBeUsed) {
   if (!why_unusable(Backend::kCuda)) GTEST_SKIP() << "CUDA can be used here";
-  const std::optional<Error> error =
-      error_of([] { const Engine engine(small_config(Backend::kCuda)); });
-
-  ASSERT_TRUE(error.has_value());
-  EXPECT_EQ(error->code(), ErrorCode::kUnimplemented);
-  EXPECT_THAT(error->what(), ::testing::HasSubstr("CUDA"));
+  expect_error(error_of([] { const Engine engine(small_config(Backend::kCuda)); }),
+               ErrorCode::kUnimplemented, "CUDA");
   const Engine automatic(small_config(Backend::kAuto));
   EXPECT_EQ(automatic.backend(), Backend::kCpu);
 }

@@ -339,10 +339,8 @@ TEST_P(MemoryTest, SketchesThatPlainSessionsHoldAreNotPromised) {
     plain.push_back(engine.open());
     fill(plain.back(), config.model, 16);
   }
-  const std::optional<Error> error = error_of([&] { (void)engine.open({.whole = true}); });
-  ASSERT_TRUE(error);
-  EXPECT_EQ(error->code(), ErrorCode::kResourceExhausted);
-  EXPECT_THAT(error->what(), HasSubstr(" of sketches for all of them, found "));
+  expect_error(error_of([&] { (void)engine.open({.whole = true}); }), ErrorCode::kResourceExhausted,
+               " of sketches for all of them, found ");
 
   plain.back().truncate(0);  // what it gives back can be promised
   Session whole = engine.open({.whole = true});

@@ -231,12 +231,10 @@ TEST_P(PageFormatTest, EvictedPagesAreRestoredTheSame) {
   Engine engine(small), twin(large);
   const ModelConfig& model = engine.config().model;
   Session a = engine.open(), b = twin.open();
-  for (int layer = 0; layer < 2; ++layer) {
-    append_random(a, model, layer, 600, 7);
-    append_random(b, model, layer, 600, 7);
-  }
+  append_to_all(a, model, 600, 7);
+  append_to_all(b, model, 600, 7);
   Session other = engine.open();
-  for (int layer = 0; layer < 2; ++layer) append_random(other, model, layer, 600, 8);
+  append_to_all(other, model, 600, 8);
   ASSERT_GT(engine.stats().cumulative.pages_evicted, 0U);
   for (int layer = 0; layer < 2; ++layer) {
     EXPECT_EQ(all_rows(a, model, layer), all_rows(b, model, layer));

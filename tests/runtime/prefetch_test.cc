@@ -323,7 +323,7 @@ TEST_P(PrefetchTest, RefusesWhatCannotBeSelected) {
     return error ? error->code() : ErrorCode::kInternal;
   };
   EXPECT_EQ(code(0, step.query.view()), ErrorCode::kFailedPrecondition) << "an empty layer";
-  for (int layer = 0; layer < 2; ++layer) append_random(session, config.model, layer, 100, 1);
+  append_to_all(session, config.model, 100, 1);
   EXPECT_EQ(code(1, step.query.view()), ErrorCode::kFailedPrecondition) << "a dense layer";
   EXPECT_EQ(code(2, step.query.view()), ErrorCode::kInvalidArgument);
   EXPECT_EQ(code(0, step.key.view()), ErrorCode::kInvalidArgument);

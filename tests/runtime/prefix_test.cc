@@ -223,10 +223,8 @@ TEST_P(PrefixTest, PagesInNeedPushTheLeastRecentPrefixOut) {
   // A session holds a's pages, which letting go of does not free.
   Session holder = engine.open({.token_ids = a});
   append_ids(session, config.model, iota(32, 6000));
-  const std::optional<Error> error =
-      error_of([&] { append_ids(session, config.model, iota(1, 7000)); });
-  ASSERT_TRUE(error.has_value());
-  EXPECT_EQ(error->code(), ErrorCode::kResourceExhausted);
+  expect_error(error_of([&] { append_ids(session, config.model, iota(1, 7000)); }),
+               ErrorCode::kResourceExhausted);
   EXPECT_EQ(session.length(), 96);
   EXPECT_EQ(holder.length(), 64);
   EXPECT_EQ(snapshot(engine).prefix_tokens, 0U);
@@ -248,10 +246,8 @@ TEST_P(PrefixTest, AnAppendOfMoreThanThereIsLeavesStoredPrefixes) {
   const Ids ids = iota(64);
   open_with(engine, ids).publish(ids);
   Session session = engine.open();
-  const std::optional<Error> error =
-      error_of([&] { append_random(session, config.model, 0, 21 * 16, 1); });
-  ASSERT_TRUE(error.has_value());
-  EXPECT_EQ(error->code(), ErrorCode::kResourceExhausted);
+  expect_error(error_of([&] { append_random(session, config.model, 0, 21 * 16, 1); }),
+               ErrorCode::kResourceExhausted);
   EXPECT_EQ(attached(engine, ids), 64);
 }
 

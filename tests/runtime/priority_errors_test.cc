@@ -108,10 +108,8 @@ TEST(PriorityConfigTest, NamesWhatIsWrong) {
     const std::vector<std::string> problems = config.validate();
     ASSERT_THAT(problems, ElementsAre(HasSubstr(c.parts[0])));
     for (const std::string& part : c.parts) EXPECT_THAT(problems[0], HasSubstr(part));
-    const std::optional<Error> error = error_of([&] { Engine engine(config); });
-    ASSERT_TRUE(error.has_value());
-    EXPECT_EQ(error->code(), ErrorCode::kInvalidArgument);
-    EXPECT_THAT(error->what(), HasSubstr(problems[0]));
+    expect_error(error_of([&] { Engine engine(config); }), ErrorCode::kInvalidArgument,
+                 problems[0]);
   }
 }
 

@@ -33,19 +33,14 @@ class QuotaTest : public EngineTest {
     return engine_->open(config);
   }
   void append(Session& session, std::int64_t tokens, std::uint64_t seed = 1) {
-    for (int layer = 0; layer < model().layers; ++layer) {
-      append_random(session, model(), layer, tokens, seed);
-    }
+    append_to_all(session, model(), tokens, seed);
   }
   /// Runs a call that a quota refuses, and checks that it changed nothing.
   template <typename Call>
   void expect_refused(Session& session, const std::string& quota, Call&& call) {
     const std::int64_t lengths[] = {session.length(0), session.length(1)};
     const Stats before = engine_->stats();
-    const auto error = error_of(call);
-    ASSERT_TRUE(error.has_value());
-    EXPECT_EQ(error->code(), ErrorCode::kResourceExhausted);
-    EXPECT_NE(std::string(error->what()).find(quota), std::string::npos) << error->what();
+    expect_error(error_of(call), ErrorCode::kResourceExhausted, quota);
     EXPECT_EQ(session.length(0), lengths[0]);
     EXPECT_EQ(session.length(1), lengths[1]);
     const Stats after = engine_->stats();
@@ -187,9 +182,7 @@ TEST_P(QuotaTest, IsAskedBeforePagesLeaveForATier) {
 
 TEST_P(QuotaTest, TenantsWithoutANameAreRefused) {
   start();
-  const auto error = error_of([&] { engine_->set_quota("", 1); });
-  ASSERT_TRUE(error.has_value());
-  EXPECT_EQ(error->code(), ErrorCode::kInvalidArgument);
+  expect_error(error_of([&] { engine_->set_quota("", 1); }), ErrorCode::kInvalidArgument);
 }
 
 TEST_P(QuotaTest, RandomCallsAreCountedAsASimpleModelSays) {

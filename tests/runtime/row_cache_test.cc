@@ -239,12 +239,8 @@ TEST_P(RowCacheEngineTest, NothingIsKeptWhereRowsAreReadInPlace) {
 TEST_P(RowCacheEngineTest, TheBudgetHoldsOneLayerAtLeast) {
   Config config = row_cache_config();
   config.memory.row_cache_bytes = 1000;
-  const std::optional<Error> error = error_of([&] { const Engine engine(config); });
-  ASSERT_TRUE(error);
-  EXPECT_EQ(error->code(), ErrorCode::kResourceExhausted);
-  EXPECT_NE(std::string(error->what()).find("memory.row_cache_bytes: expected at least"),
-            std::string::npos)
-      << error->what();
+  expect_error(error_of([&] { const Engine engine(config); }), ErrorCode::kResourceExhausted,
+               "memory.row_cache_bytes: expected at least");
 }
 
 }  // namespace

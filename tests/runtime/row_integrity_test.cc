@@ -41,7 +41,7 @@ class RowIntegrityTest : public EngineTest {
     a_ = &sessions_.emplace_back(engine_->open());
     b_ = &sessions_.emplace_back(twin_->open());
     for (Session* session : {a_, b_}) {
-      for (int layer = 0; layer < 2; ++layer) append_random(*session, model(), layer, kStored, 7);
+      append_to_all(*session, model(), kStored, 7);
     }
   }
   /// Sends pages to the tier, and has them all back where they stay.
@@ -176,7 +176,7 @@ TEST_P(RowIntegrityTest, CachedRowsAreForgottenWithThePagesThatStoredOnesReplace
     Session& other = sessions_.emplace_back(engine_->open());
     Session& other_twin = sessions_.emplace_back(twin_->open());
     for (Session* session : {&other, &other_twin}) {
-      for (int layer = 0; layer < 2; ++layer) append_random(*session, model(), layer, kStored, 8);
+      append_to_all(*session, model(), kStored, 8);
     }
     const auto expect_same_steps = [&] {
       for (std::uint64_t step = 0; step < 3; ++step) {
@@ -249,10 +249,8 @@ TEST_P(RowIntegrityTest, RowsOfForksAreWholeWhereverTheirPagesGo) {
       }
       a_->truncate(kStored - 3);
       b_->truncate(kStored - 3);
-      for (int layer = 0; layer < 2; ++layer) {
-        append_random(*a_, model(), layer, 3, 90 + static_cast<std::uint64_t>(round));
-        append_random(*b_, model(), layer, 3, 90 + static_cast<std::uint64_t>(round));
-      }
+      append_to_all(*a_, model(), 3, 90 + static_cast<std::uint64_t>(round));
+      append_to_all(*b_, model(), 3, 90 + static_cast<std::uint64_t>(round));
       evicted_and_restored();
       for (std::size_t i = 0; i < mine.size(); ++i) {
         for (int layer = 0; layer < 2; ++layer) {
@@ -307,9 +305,7 @@ TEST_P(RowIntegrityTest, ARowThatNoTierHasIsDataLossOfItsSessionAlone) {
   tier_->tier.forget();
   turn_bits();
   for (int i = 0; i < 2; ++i) {
-    const std::optional<Error> error = failing_decode();
-    ASSERT_TRUE(error.has_value());
-    EXPECT_EQ(error->code(), ErrorCode::kDataLoss) << error->what();
+    expect_error(failing_decode(), ErrorCode::kDataLoss);
     EXPECT_EQ(a_->length(0), kStored) << "the append is taken back";
   }
   EXPECT_EQ(all_rows(other, model(), 0), all_rows(other_twin, model(), 0));

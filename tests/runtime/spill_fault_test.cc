@@ -37,10 +37,8 @@ class SpillFaultTest : public SpillTest {
   }
   /// Appends 32 tokens to every layer of both.
   void append(std::uint64_t seed) {
-    for (int layer = 0; layer < model().layers; ++layer) {
-      append_random(*a_, model(), layer, 32, seed);
-      append_random(*b_, model(), layer, 32, seed);
-    }
+    append_to_all(*a_, model(), 32, seed);
+    append_to_all(*b_, model(), 32, seed);
   }
   void step(std::int64_t tokens, std::uint64_t seed) {
     expect_same_decode(*a_, *b_, model(), tokens, seed);
@@ -58,12 +56,6 @@ class SpillFaultTest : public SpillTest {
   std::optional<Session> a_, b_;
 };
 
-void expect_code(const std::optional<Error>& error, ErrorCode code, const std::string& text) {
-  ASSERT_TRUE(error.has_value());
-  EXPECT_EQ(error->code(), code) << error->what();
-  EXPECT_NE(std::string(error->what()).find(text), std::string::npos) << error->what();
-}
-
 TEST_P(SpillFaultTest, AnAppendThatFindsNoRoomInTheTierChangesNothing) {
   for (const Faults& faults :
        {Faults{.put = TierStatus::kFull}, Faults{.put = TierStatus::kUnavailable}}) {
@@ -76,7 +68,7 @@ TEST_P(SpillFaultTest, AnAppendThatFindsNoRoomInTheTierChangesNothing) {
     const auto error = error_of([&] { a_->append(0, call.key.view(), call.value.view()); });
 
     ASSERT_TRUE(error.has_value());
-    expect_code(error, ErrorCode::kResourceExhausted, "memory.host_bytes");
+    expect_error(error, ErrorCode::kResourceExhausted, "memory.host_bytes");
     EXPECT_NE(std::string(error->what()).find(tier_status_name(faults.put)), std::string::npos);
     EXPECT_EQ(a_->length(), before);
     EXPECT_EQ(tier_->size(), stored);
@@ -89,8 +81,8 @@ TEST_P(SpillFaultTest, AnAppendThatFindsNoRoomInTheTierChangesNothing) {
 TEST_P(SpillFaultTest, AReservationOfMoreThanTheFramesIsRefusedBeforeAnythingIsWritten) {
   const std::uint64_t puts = tier_->puts();
   const std::int64_t before = a_->length();
-  expect_code(error_of([&] { a_->reserve(41 * kPageTokens); }), ErrorCode::kResourceExhausted,
-              "expected 41 free pages");
+  expect_error(error_of([&] { a_->reserve(41 * kPageTokens); }), ErrorCode::kResourceExhausted,
+               "expected 41 free pages");
   EXPECT_EQ(tier_->puts(), puts);
   EXPECT_EQ(a_->length(), before);
 }
@@ -111,7 +103,7 @@ TEST_P(SpillFaultTest, AForgottenPageIsDataLossForItsSessionAlone) {
   const std::int64_t before = a_->length(0);
 
   for (int i = 0; i < 2; ++i) {
-    expect_code(failing_decode(1), ErrorCode::kDataLoss, "fault tier");
+    expect_error(failing_decode(1), ErrorCode::kDataLoss, "fault tier");
     EXPECT_EQ(a_->length(0), before);
   }
   EXPECT_GT(engine_->stats().cumulative.pages_lost, 0U);
@@ -131,7 +123,7 @@ TEST_P(SpillFaultTest, ChangedBytesAreDataLossAndNeverServed) {
     tier_->set(faults);
     const Stats::Cumulative before = engine_->stats().cumulative;
     const std::int64_t length = a_->length(0);
-    expect_code(failing_decode(2), ErrorCode::kDataLoss, "fault tier");
+    expect_error(failing_decode(2), ErrorCode::kDataLoss, "fault tier");
     EXPECT_EQ(a_->length(0), length);
     const Stats::Cumulative more = engine_->stats().cumulative - before;
     EXPECT_EQ(more.tier_corrupt, more.pages_lost);
@@ -145,7 +137,7 @@ TEST_P(SpillFaultTest, ChangedBytesAreDataLossAndNeverServed) {
 TEST_P(SpillFaultTest, ATierThatDoesNotAnswerFailsTheCallAndNotTheSession) {
   tier_->set({.get = TierStatus::kUnavailable});
   const std::int64_t before = a_->length(0);
-  expect_code(failing_decode(3), ErrorCode::kUnavailable, "memory.tier_deadline");
+  expect_error(failing_decode(3), ErrorCode::kUnavailable, "memory.tier_deadline");
   EXPECT_EQ(a_->length(0), before);
   EXPECT_GT(engine_->stats().cumulative.tier_unavailable, 0U);
 
@@ -165,7 +157,7 @@ TEST_P(SpillFaultTest, QueriesOfABatchThatIsTakenBackAreNotCounted) {
   tier_->set({.get = TierStatus::kUnavailable});
   const Stats::Cumulative before = engine_->stats().cumulative;
 
-  expect_code(error_of([&] { engine_->decode(0, items); }), ErrorCode::kUnavailable, "fault tier");
+  expect_error(error_of([&] { engine_->decode(0, items); }), ErrorCode::kUnavailable, "fault tier");
   EXPECT_EQ(sessions[0].length(0), 0);
   const Stats::Cumulative more = engine_->stats().cumulative - before;
   EXPECT_EQ(more.queries, 0U);
@@ -188,8 +180,8 @@ TEST_P(SpillFaultTest, ReservedPagesOfAnAppendTakenBackStayForTheNext) {
   CallTensors call(model(), 3 * kPageTokens, 5);
   for (std::size_t i = 0; i < call.key.values().size(); ++i) call.key.set(i, 1e30F);
   for (std::size_t i = 0; i < call.query.values().size(); ++i) call.query.set(i, 1e30F);
-  expect_code(error_of([&] { session.decode(0, call.inputs(), call.outputs()); }),
-              ErrorCode::kInvalidArgument, "beyond fp32");
+  expect_error(error_of([&] { session.decode(0, call.inputs(), call.outputs()); }),
+               ErrorCode::kInvalidArgument, "beyond fp32");
   EXPECT_EQ(session.length(0), 5);
   const Stats::Snapshot after = engine_->stats().snapshot;
   EXPECT_EQ(after.pages_used + after.pages_in_tiers, before.pages_used + before.pages_in_tiers);
@@ -232,8 +224,8 @@ TEST_P(SpillFaultTest, ASecondTierRepairsWhatTheFirstHasLost) {
 TEST_P(SpillFaultTest, AFirstTierThatMayForgetIsRefused) {
   Config config = with_frames(40);
   config.memory.tiers = {std::make_shared<FaultTier>(/*retains=*/false)};
-  expect_code(error_of([&] { const Engine engine(config); }), ErrorCode::kInvalidArgument,
-              "memory.tiers");
+  expect_error(error_of([&] { const Engine engine(config); }), ErrorCode::kInvalidArgument,
+               "memory.tiers");
 }
 
 TEST_P(SpillFaultTest, ClosedSessionsLeaveNothingInTheTier) {
@@ -330,8 +322,8 @@ TEST_P(SpillFaultTest, SpillsToAFolderAndCatchesWhatIsFlippedThere) {
     file.seekp(0);
     file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
   }
-  expect_code(error_of([&] { (void)all_rows(*a_, model(), 1); }), ErrorCode::kDataLoss,
-              folder.path().string());
+  expect_error(error_of([&] { (void)all_rows(*a_, model(), 1); }), ErrorCode::kDataLoss,
+               folder.path().string());
   EXPECT_GT(engine_->stats().cumulative.tier_corrupt, 0U);
 
   // What is there is of no use to another process, and stays for none.
@@ -355,26 +347,66 @@ TEST_P(SpillFaultTest, AWholeSessionFillsASmallDiskCacheToItsEnd) {
 
   Session whole = engine.open({.capacity_tokens = tokens, .whole = true});
   for (std::int64_t at = 0; at < tokens; at += kPageTokens) {
-    for (int layer = 0; layer < 2; ++layer) {
-      append_random(whole, config.model, layer, kPageTokens, static_cast<std::uint64_t>(at));
-    }
+    append_to_all(whole, config.model, kPageTokens, static_cast<std::uint64_t>(at));
   }
   EXPECT_EQ(whole.length(1), tokens);
+}
+
+TEST_P(SpillFaultTest, AWholeSessionHasItsPagesWhicheverWereRemovedFromTheDiskCache) {
+  for (const int closed : {8, 3}) {  // of so many sessions one
+    SCOPED_TRACE(closed);
+    const Folder folder;
+    Config config = tiered_config(GetParam(), 16, nullptr);
+    config.memory.disk_cache = folder.path();
+    config.memory.disk_cache_bytes = MiB;
+    Engine engine(config), reference(twin());
+    std::vector<Session> small;
+    for (int i = 0; i < 19; ++i) small.push_back(engine.open());
+    for (const std::uint64_t seed : {1U, 2U}) {  // 16 + 64 pages have room while none are removed
+      for (Session& session : small) append_to_all(session, config.model, kPageTokens, seed);
+    }
+    std::vector<Session> kept;
+    for (std::size_t i = 0; i < small.size(); ++i) {
+      if (i % static_cast<std::size_t>(closed) > 0) kept.push_back(std::move(small[i]));
+    }
+    small.clear();
+    std::optional<Session> whole;
+    for (std::int64_t pages = 20; pages > 0 && !whole; --pages) {
+      (void)error_of([&] {
+        whole.emplace(engine.open({.capacity_tokens = pages * kPageTokens, .whole = true}));
+      });
+      if (!whole) continue;
+      Session resident = reference.open();
+      for (std::int64_t i = 0; i < pages; ++i) {
+        append_to_all(*whole, config.model, kPageTokens, static_cast<std::uint64_t>(i));
+        append_to_all(resident, config.model, kPageTokens, static_cast<std::uint64_t>(i));
+      }
+      // Few frames are left for pages to come to.
+      for (int layer = 0; layer < 2; ++layer) {
+        EXPECT_EQ(all_rows(*whole, config.model, layer), all_rows(resident, config.model, layer));
+        CallTensors a(config.model, 1, 5), b(config.model, 1, 5);
+        whole->attend(layer, a.attend_inputs(), a.outputs(), {}, {.mode = LayerMode::kDense});
+        resident.attend(layer, b.attend_inputs(), b.outputs(), {}, {.mode = LayerMode::kDense});
+        EXPECT_TRUE(as_resident(GetParam(), a, b)) << "layer " << layer;
+      }
+    }
+    EXPECT_TRUE(whole.has_value());
+  }
 }
 
 TEST_P(SpillFaultTest, ADiskCacheNeedsAFolderAndRoomForTwoSegments) {
   const Folder folder;
   Config config = tiered_config(GetParam(), 40, nullptr);
   config.memory.disk_cache = folder.path();
-  expect_code(error_of([&] { const Engine engine(config); }), ErrorCode::kInvalidArgument,
-              "memory.disk_cache_bytes");
+  expect_error(error_of([&] { const Engine engine(config); }), ErrorCode::kInvalidArgument,
+               "memory.disk_cache_bytes");
   config.memory.disk_cache_bytes = 8192;
-  expect_code(error_of([&] { const Engine engine(config); }), ErrorCode::kInvalidArgument,
-              "capacity_bytes");
+  expect_error(error_of([&] { const Engine engine(config); }), ErrorCode::kInvalidArgument,
+               "capacity_bytes");
   config.memory.disk_cache_bytes = 16 * MiB;
   config.memory.placement = KvPlacement::kDevice;
-  expect_code(error_of([&] { const Engine engine(config); }), ErrorCode::kInvalidArgument,
-              "memory.placement");
+  expect_error(error_of([&] { const Engine engine(config); }), ErrorCode::kInvalidArgument,
+               "memory.placement");
 }
 
 KVTIER_INSTANTIATE_BACKENDS(SpillFaultTest);

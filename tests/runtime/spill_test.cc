@@ -99,10 +99,8 @@ TEST_P(SpillTest, StepsOfEveryKindReadMorePagesThanThereAreFrames) {
     Engine reference(large);
     const ModelConfig& model = engine.config().model;
     Session a = engine.open(), b = reference.open();
-    for (int layer = 0; layer < 2; ++layer) {
-      append_random(a, model, layer, 700, 7);
-      append_random(b, model, layer, 700, 7);
-    }
+    append_to_all(a, model, 700, 7);
+    append_to_all(b, model, 700, 7);
     for (std::uint64_t i = 0; i < 4; ++i) {
       expect_same_decode(a, b, model, 1, 50 + i, {}, true, GetParam());
       expect_same_decode(a, b, model, 6, 80 + i, {}, false, GetParam());
@@ -287,10 +285,8 @@ TEST_P(SpillTest, FetchesOneTokenOfEachKvHeadFromMorePagesThanThereAreFrames) {
     Engine reference(plain);
     Session a = engine.open();
     Session b = reference.open();
-    for (int layer = 0; layer < 2; ++layer) {
-      append_random(a, engine.config().model, layer, 200, 7);
-      append_random(b, engine.config().model, layer, 200, 7);
-    }
+    append_to_all(a, engine.config().model, 200, 7);
+    append_to_all(b, engine.config().model, 200, 7);
     const auto rows_of = [](Session& session) {
       constexpr std::int64_t kAllHeads = 8, kTokens = 3;
       std::vector<std::int32_t> ids;
@@ -324,13 +320,11 @@ TEST_P(SpillTest, RecallTargetsWeighTokensWhosePagesAreEvicted) {
                               .recall_target = RecallTarget{.recall = 0.7, .min_top_k = 1}};
   Session a = engine.open();
   Session b = reference.open();
-  for (int layer = 0; layer < 2; ++layer) {
-    append_random(a, model, layer, 384, 7);
-    append_random(b, model, layer, 384, 7);
-  }
+  append_to_all(a, model, 384, 7);
+  append_to_all(b, model, 384, 7);
   for (std::uint64_t step = 0; step < 4; ++step) {
     Session other = engine.open();
-    for (int layer = 0; layer < 2; ++layer) append_random(other, model, layer, 384, 8);
+    append_to_all(other, model, 384, 8);
     ASSERT_GT(engine.stats().snapshot.pages_in_tiers, 0U);
     expect_same_decode(a, b, model, 1, 10 * step + 1, options, true);
     CallTensors from_a(model, 1, step), from_b(model, 1, step);

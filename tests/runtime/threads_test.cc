@@ -40,9 +40,7 @@ class ThreadsTest : public EngineTest {
   /// A prompt and a few steps of a session whose tensors follow from `index` alone.
   static std::vector<CallTensors> play(Session& session, const ModelConfig& model, int index) {
     const auto seed = static_cast<std::uint64_t>(index) * 1000;
-    for (int layer = 0; layer < model.layers; ++layer) {
-      append_random(session, model, layer, 100 + 13 * index, seed + 1);
-    }
+    append_to_all(session, model, 100 + 13 * index, seed + 1);
     std::vector<CallTensors> calls;
     for (int step = 0; step < kSteps; ++step) {
       CallTensors call(model, 1 + step % 3, seed + 10 + static_cast<std::uint64_t>(step),

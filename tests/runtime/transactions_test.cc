@@ -38,10 +38,7 @@ TEST_P(TransactionsTest, ReserveTakesPagesOfAllLayersOrOfNone) {
   ASSERT_EQ(pages_used(engine), 2U);
 
   // Layers 0 and 1 could have the 3 pages that 40 tokens need; layer 2 needs 2 more than it has.
-  const std::optional<Error> error = error_of([&] { session.reserve(40); });
-  ASSERT_TRUE(error.has_value());
-  EXPECT_EQ(error->code(), ErrorCode::kResourceExhausted);
-  EXPECT_THAT(error->what(), ::testing::HasSubstr("layer 3"));
+  expect_error(error_of([&] { session.reserve(40); }), ErrorCode::kResourceExhausted, "layer 3");
   EXPECT_EQ(pages_used(engine), 2U);
   EXPECT_EQ(engine.stats().snapshot.sketch_bytes_used, 1024U * 2 * 20);
   const std::optional<Error> advanced = error_of([&] { session.advance(0, 1); });
@@ -63,10 +60,8 @@ TEST_P(TransactionsTest, AppendsWithinTheLastPageTakeNone) {
   append_random(session, config.model, 0, 17, 1);
   for (int i = 0; i < 15; ++i) append_random(session, config.model, 0, 1, 2);
   EXPECT_EQ(session.length(0), 32);
-  const std::optional<Error> error =
-      error_of([&] { append_random(session, config.model, 0, 1, 3); });
-  ASSERT_TRUE(error.has_value());
-  EXPECT_EQ(error->code(), ErrorCode::kResourceExhausted);
+  expect_error(error_of([&] { append_random(session, config.model, 0, 1, 3); }),
+               ErrorCode::kResourceExhausted);
   EXPECT_EQ(session.length(0), 32);
 }
 

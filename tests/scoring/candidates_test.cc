@@ -1,13 +1,11 @@
 #include "selector_fixture.h"
 
 #include <algorithm>
-#include <limits>
 
 namespace kvtier::scoring {
 
 namespace {
 
-constexpr std::int64_t kNoDense = std::numeric_limits<std::int64_t>::max();
 constexpr int kHeadDim = 64;
 constexpr int kNumPlanes = 64;
 constexpr int kSink = 3;
@@ -39,23 +37,17 @@ class CandidatesTest : public SelectorTest {
 
   // A row per sequence.
   Problem make_problem(const std::vector<const TokenSet*>& sets, Selection selection, int group) {
-    Problem problem;
-    problem.planes = planes_.get();
-    problem.kv_heads = static_cast<int>(sets.front()->heads.size());
-    problem.group = group;
+    Problem problem{.planes = planes_.get(),
+                    .kv_heads = static_cast<int>(sets.front()->heads.size()),
+                    .group = group,
+                    .sequences = sets};
     problem.config.estimator = Estimator::kNormAware;
     problem.config.selection = selection;
     problem.config.query_bits = 4;
     problem.config.num_planes = kNumPlanes;
     problem.config.sink_tokens = kSink;
     problem.config.recent_tokens = kRecent;
-    problem.sequences = sets;
-    for (std::size_t i = 0; i < sets.size(); ++i) {
-      problem.query_tokens.push_back(
-          {.sequence = static_cast<std::int32_t>(i), .lag = 0, .dense_from = kNoDense});
-    }
-    problem.queries =
-        random_queries(21, sets.size() * index(problem.query_heads()) * index(kHeadDim));
+    problem.query_each(21);
     return problem;
   }
 

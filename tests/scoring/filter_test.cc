@@ -1,13 +1,11 @@
 #include "selector_fixture.h"
 
 #include <algorithm>
-#include <limits>
 
 namespace kvtier::scoring {
 
 namespace {
 
-constexpr std::int64_t kNoDense = std::numeric_limits<std::int64_t>::max();
 constexpr int kHeadDim = 64;
 constexpr int kNumPlanes = 600;
 /// A bound of lengths whose scores no cache holds: what a backend does without one.
@@ -51,15 +49,8 @@ class LongRowsTest : public SelectorTest {
 
   Problem make_problem(const Score& score, Selection selection, int kv_heads, int group,
                        const std::vector<const TokenSet*>& sets) {
-    Problem problem;
-    problem.planes = planes_.get();
-    problem.kv_heads = kv_heads;
-    problem.group = group;
-    problem.sequences = sets;
-    for (std::size_t i = 0; i < sets.size(); ++i) {
-      problem.query_tokens.push_back(
-          {.sequence = static_cast<std::int32_t>(i), .lag = 0, .dense_from = kNoDense});
-    }
+    Problem problem{
+        .planes = planes_.get(), .kv_heads = kv_heads, .group = group, .sequences = sets};
     problem.config.estimator = score.estimator;
     problem.config.value_weighting = score.weighting;
     problem.config.selection = selection;
@@ -72,9 +63,7 @@ class LongRowsTest : public SelectorTest {
     problem.config.top_k = 300;
     problem.config.sink_tokens = 16;
     problem.config.recent_tokens = 24;
-    problem.queries =
-        random_queries(71, problem.query_tokens.size() *
-                               static_cast<std::size_t>(problem.query_heads() * kHeadDim));
+    problem.query_each(71);
     return problem;
   }
 

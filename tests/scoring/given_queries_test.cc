@@ -7,7 +7,6 @@ namespace kvtier::scoring {
 
 namespace {
 
-constexpr std::int64_t kNoDense = std::numeric_limits<std::int64_t>::max();
 constexpr int kHeadDim = 96;
 constexpr int kNumPlanes = 600;
 /// Bounds of lengths for which scores lie in shared memory, in L2 and in no cache.
@@ -31,23 +30,14 @@ class GivenQueriesTest : public SelectorTest {
   }
 
   Problem make_problem(const std::vector<const TokenSet*>& sets, int kv_heads, int group) {
-    Problem problem;
-    problem.planes = planes_.get();
-    problem.kv_heads = kv_heads;
-    problem.group = group;
-    problem.sequences = sets;
-    for (std::size_t i = 0; i < sets.size(); ++i) {
-      problem.query_tokens.push_back(
-          {.sequence = static_cast<std::int32_t>(i), .lag = 0, .dense_from = kNoDense});
-    }
+    Problem problem{
+        .planes = planes_.get(), .kv_heads = kv_heads, .group = group, .sequences = sets};
     problem.config.estimator = Estimator::kNormAware;
     problem.config.query_bits = 4;
     problem.config.top_k = 90;
     problem.config.sink_tokens = 3;
     problem.config.recent_tokens = 130;
-    problem.queries =
-        random_queries(17, problem.query_tokens.size() *
-                               static_cast<std::size_t>(problem.query_heads() * kHeadDim));
+    problem.query_each(17);
     return problem;
   }
 

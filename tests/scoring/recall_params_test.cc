@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numbers>
 #include <numeric>
 #include <utility>
@@ -41,13 +40,9 @@ class RecallParamsTest : public SelectorTest {
   }
 
   Problem make_problem(const TokenSet& set, int kv_heads, int group, Selection selection) {
-    Problem problem;
-    problem.planes = planes_.get();
-    problem.kv_heads = kv_heads;
-    problem.group = group;
-    problem.sequences = {&set};
-    problem.query_tokens = {
-        {.sequence = 0, .lag = 0, .dense_from = std::numeric_limits<std::int64_t>::max()}};
+    Problem problem{
+        .planes = planes_.get(), .kv_heads = kv_heads, .group = group, .sequences = {&set}};
+    problem.query_tokens = {{.sequence = 0, .lag = 0, .dense_from = kNoDense}};
     problem.config.estimator = Estimator::kNormAware;
     problem.config.selection = selection;
     problem.config.num_planes = kNumPlanes;
@@ -60,10 +55,6 @@ class RecallParamsTest : public SelectorTest {
   static void add_row(Problem& problem, std::int32_t lag) {
     problem.query_tokens.push_back(problem.query_tokens[0]);
     problem.query_tokens.back().lag = lag;
-  }
-  static void make_queries(Problem& problem) {
-    const auto heads = std::ssize(problem.query_tokens) * problem.query_heads();
-    problem.queries = random_queries(56, index(heads * kHeadDim));
   }
   // Half of the noise of gaussian planes; runtime/recall_test.cc has the formulas.
   [[nodiscard]] static RecallParams recall_params_of(const Problem& problem, double recall,
@@ -210,7 +201,7 @@ TEST_P(RecallParamsTest, TakesTheFewestTokensOfLongAndShortRows) {
                      << (selection == Selection::kPerKvHead ? ", per KV head" : ""));
         Problem problem = make_problem(set, 2, 3, selection);
         add_row(problem, static_cast<std::int32_t>(length / 3 + 1));
-        make_queries(problem);
+        problem.make_queries(56);
         // Scores and weights are fp32 there, double here.
         expect_document(problem, recall, 1e-4);
       }
@@ -226,7 +217,7 @@ TEST_P(RecallParamsTest, FewTokensMissLess) {
         SCOPED_TRACE(::testing::Message() << "most " << most << ", recall " << recall);
         Problem problem = make_problem(set, 2, 3, selection);
         problem.config.top_k = most;
-        make_queries(problem);
+        problem.make_queries(56);
         expect_document(problem, recall, 1e-4);
       }
     }
@@ -237,7 +228,7 @@ TEST_P(RecallParamsTest, TakesWeightsOfFourBitsAndGroupsOfSixteen) {
   const TokenSet set = random_tokens(5, 1, 5000, signs_);
   Problem problem = make_problem(set, 1, 16, Selection::kPerKvHead);
   problem.config.query_bits = 4;
-  make_queries(problem);
+  problem.make_queries(56);
   // A weight at the border of two integers moves the scores by as much as the oracle allows.
   expect_document(problem, 0.9, 5e-3);
 }
@@ -247,7 +238,7 @@ TEST_P(RecallParamsTest, TakesTiesByLowestTokenId) {
   for (oracle::Sketch& token : set.heads[0]) token = set.heads[0][0];
   for (const double recall : {0.1, 0.25, 0.5, 0.999}) {
     Problem problem = make_problem(set, 1, 1, Selection::kPerQueryHead);
-    make_queries(problem);
+    problem.make_queries(56);
     const Outcome outcome = select(problem, recall_params_of(problem, recall));
     const std::vector<std::int64_t> ids = outcome.selected.of(0, 0);
     // 1 - k / 6000 is left out, and (1 - recall) k / 3000 may be below 3000 tokens.
@@ -262,7 +253,7 @@ TEST_P(RecallParamsTest, TokensThatAreNotFiniteHaveNoMass) {
   TokenSet set = random_tokens(3, 1, 3000, signs_);
   for (std::size_t t = 0; t < 3000; t += 2) set.heads[0][t].finite = false;
   Problem problem = make_problem(set, 1, 2, Selection::kPerKvHead);
-  make_queries(problem);
+  problem.make_queries(56);
   expect_document(problem, 0.9, 1e-4);
 
   for (oracle::Sketch& token : set.heads[0]) token.finite = false;
@@ -276,7 +267,7 @@ TEST_P(RecallParamsTest, WithoutATargetTakesAsManyAsAlways) {
   for (const Selection selection : {Selection::kPerQueryHead, Selection::kPerKvHead}) {
     Problem problem = make_problem(set, 2, 2, selection);
     problem.config.top_k = 300;
-    make_queries(problem);
+    problem.make_queries(56);
     const Outcome estimated = select(problem, recall_params_of(problem, 1.0));
     const Outcome most = select(problem, recall_params_of(problem, 0.999999));
     const Selected plain = run(problem);
@@ -291,7 +282,7 @@ TEST_P(RecallParamsTest, WithoutATargetTakesAsManyAsAlways) {
 TEST_P(RecallParamsTest, GivesTheSameBitsEveryTime) {
   const TokenSet set = random_tokens(10, 2, 9000, signs_);
   Problem problem = make_problem(set, 2, 4, Selection::kPerKvHead);
-  make_queries(problem);
+  problem.make_queries(56);
   const RecallParams recall_params = recall_params_of(problem, 0.8);
   const Outcome first = select(problem, recall_params);
   for (int i = 0; i < 5; ++i) {

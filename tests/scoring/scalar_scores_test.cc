@@ -1,7 +1,5 @@
 #include "selector_fixture.h"
 
-#include <limits>
-
 namespace kvtier::scoring {
 namespace {
 
@@ -30,12 +28,10 @@ TEST_P(ScalarScoresTest, AreTheOraclesForEveryShapeAndWeight) {
         SCOPED_TRACE(::testing::Message()
                      << "head_dim " << head_dim << ", bits " << bits << ", query_bits "
                      << query_bits << ", selection " << static_cast<int>(selection));
-        Problem problem;
-        problem.planes = planes.get();
-        problem.kv_heads = 2;
-        problem.group = static_cast<int>(seed % 3) == 0 ? 1 : 4;
-        problem.sequences = {&set};
-        constexpr std::int64_t kNoDense = std::numeric_limits<std::int64_t>::max();
+        Problem problem{.planes = planes.get(),
+                        .kv_heads = 2,
+                        .group = static_cast<int>(seed % 3) == 0 ? 1 : 4,
+                        .sequences = {&set}};
         problem.query_tokens = {{.sequence = 0, .lag = 2, .dense_from = kNoDense},
                                 {.sequence = 0, .lag = 0, .dense_from = kNoDense}};
         problem.config.estimator = Estimator::kNormAware;

@@ -1,13 +1,11 @@
 #include "selector_fixture.h"
 
-#include <limits>
 #include <set>
 
 namespace kvtier::scoring {
 
 namespace {
 
-constexpr std::int64_t kNoDense = std::numeric_limits<std::int64_t>::max();
 constexpr int kHeadDim = 64;
 constexpr int kNumPlanes = 128;
 
@@ -31,12 +29,8 @@ class SelectionRulesTest : public SelectorTest {
   }
 
   Problem make_problem(const TokenSet& set, int kv_heads, int group) {
-    Problem problem;
-    problem.planes = planes_.get();
-    problem.kv_heads = kv_heads;
-    problem.group = group;
-    problem.sequences = {&set};
-    problem.query_tokens = {{.sequence = 0, .lag = 0, .dense_from = kNoDense}};
+    Problem problem{
+        .planes = planes_.get(), .kv_heads = kv_heads, .group = group, .sequences = {&set}};
     problem.config.estimator = Estimator::kNormAware;
     problem.config.num_planes = kNumPlanes;
     problem.config.planes_per_table = 4;
@@ -44,7 +38,7 @@ class SelectionRulesTest : public SelectorTest {
     problem.config.sink_tokens = 10;
     problem.config.recent_tokens = 20;
     problem.config.top_k = 50;
-    problem.queries = random_queries(55, index(problem.query_heads() * kHeadDim));
+    problem.query_each(55);
     return problem;
   }
 

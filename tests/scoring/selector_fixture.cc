@@ -54,6 +54,19 @@ TokenSet random_tokens(std::uint64_t seed, int kv_heads, std::int64_t length,
   return set;
 }
 
+void Problem::query_each(std::uint64_t seed) {
+  for (std::size_t i = 0; i < sequences.size(); ++i) {
+    query_tokens.push_back(
+        {.sequence = static_cast<std::int32_t>(i), .lag = 0, .dense_from = kNoDense});
+  }
+  make_queries(seed);
+}
+
+void Problem::make_queries(std::uint64_t seed) {
+  const auto values = static_cast<std::size_t>(query_heads() * planes->view().head_dim);
+  queries = random_queries(seed, query_tokens.size() * values);
+}
+
 oracle::ScoreSpec Problem::spec() const {
   const bool norm_aware = config.estimator == Estimator::kNormAware;
   oracle::ScoreSpec spec;

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -48,6 +49,8 @@ struct DeviceTokens {
   transfer::Buffer counters;
 };
 
+inline constexpr std::int64_t kNoDense = std::numeric_limits<std::int64_t>::max();
+
 /// One problem for the selector: sequences, queries and parameters.
 struct Problem {
   const hashing::Planes* planes = nullptr;
@@ -55,13 +58,18 @@ struct Problem {
   int kv_heads = 1;
   int group = 1;
   float softmax_scale = 0.1F;
-  std::vector<const TokenSet*> sequences;
-  std::vector<transfer::QueryToken> query_tokens;
-  std::vector<float> queries;  ///< `[queries, query_heads, head_dim]`
+  std::vector<const TokenSet*> sequences{};
+  std::vector<transfer::QueryToken> query_tokens{};
+  std::vector<float> queries{};  ///< `[queries, query_heads, head_dim]`
   LayerMode mode = LayerMode::kSparse;
   std::int64_t longest = 0;  ///< The bound of lengths that the selector is told, if above them.
   /// Tokens of a block of a paged cache by whose slots sketches are addressed; 0: they are not.
   int slot_block = 0;
+
+  /// Asks for the last token of each sequence.
+  void query_each(std::uint64_t seed);
+  /// Makes queries for `query_tokens`.
+  void make_queries(std::uint64_t seed);
 
   [[nodiscard]] int query_heads() const { return kv_heads * group; }
   [[nodiscard]] int num_sets() const {

@@ -1,13 +1,11 @@
 #include "selector_fixture.h"
 
-#include <limits>
 #include <string>
 
 namespace kvtier::scoring {
 
 namespace {
 
-constexpr std::int64_t kNoDense = std::numeric_limits<std::int64_t>::max();
 constexpr int kHeadDim = 64;
 constexpr int kNumPlanes = 256;
 
@@ -41,20 +39,6 @@ std::string describe(const RetrievalConfig& config, int group) {
          std::to_string(group);
 }
 
-// Every row of a batch has its own sequence, so one call covers all lengths.
-void add_row_per_sequence(Problem& problem) {
-  for (std::size_t i = 0; i < problem.sequences.size(); ++i) {
-    problem.query_tokens.push_back(
-        {.sequence = static_cast<std::int32_t>(i), .lag = 0, .dense_from = kNoDense});
-  }
-}
-
-void add_queries(Problem& problem, std::uint64_t seed) {
-  problem.queries =
-      random_queries(seed, problem.query_tokens.size() *
-                               static_cast<std::size_t>(problem.query_heads() * kHeadDim));
-}
-
 RetrievalConfig small_config(const EstimatorCase& test, Selection selection) {
   RetrievalConfig config = testing::top_k_of_signs(test.estimator);
   config.value_weighting = test.weighting;
@@ -85,15 +69,13 @@ TEST_P(SelectorOracleTest, AgreesWithTheOracleForEveryEstimatorSelectionGroupAnd
     for (const Selection selection :
          {Selection::kPerQueryHead, Selection::kPerKvHead, Selection::kPerSequence}) {
       for (const EstimatorCase& test : estimator_cases()) {
-        Problem problem;
-        problem.config = small_config(test, selection);
-        problem.planes =
-            test.estimator == Estimator::kNormAware ? orthogonal.get() : gaussian.get();
-        problem.kv_heads = kv_heads;
-        problem.group = group;
+        Problem problem{
+            .planes = test.estimator == Estimator::kNormAware ? orthogonal.get() : gaussian.get(),
+            .config = small_config(test, selection),
+            .kv_heads = kv_heads,
+            .group = group};
         for (const TokenSet& set : sets) problem.sequences.push_back(&set);
-        add_row_per_sequence(problem);
-        add_queries(problem, 77);
+        problem.query_each(77);
         SCOPED_TRACE(describe(problem.config, group));
 
         expect_oracle(problem, run(problem));
@@ -115,16 +97,15 @@ TEST_P(SelectorOracleTest, AgreesWhereSketchesAreAtTheSlotsOfAPagedCache) {
     for (const int query_bits : {4, 8}) {
       for (const int slot_block : {16, 128, 1024}) {
         for (const int group : {1, 4, 5}) {
-          Problem problem;
-          problem.config =
-              small_config({Estimator::kNormAware, ValueWeighting::kLogit, query_bits}, selection);
-          problem.planes = planes.get();
-          problem.kv_heads = 2;
-          problem.group = group;
+          Problem problem{
+              .planes = planes.get(),
+              .config = small_config({Estimator::kNormAware, ValueWeighting::kLogit, query_bits},
+                                     selection),
+              .kv_heads = 2,
+              .group = group};
           problem.slot_block = slot_block;
           for (const TokenSet& set : sets) problem.sequences.push_back(&set);
-          add_row_per_sequence(problem);
-          add_queries(problem, 77);
+          problem.query_each(77);
           SCOPED_TRACE(::testing::Message()
                        << describe(problem.config, group) << ", blocks of " << slot_block);
           expect_oracle(problem, run(problem));
@@ -145,16 +126,15 @@ TEST_P(SelectorOracleTest, AgreesForTableShapesThatStraddleWords) {
   for (const Shape shape : {Shape{1, 1}, Shape{1, 1024}, Shape{2, 300}, Shape{7, 37}, Shape{10, 60},
                             Shape{11, 93}, Shape{12, 85}}) {
     for (const Estimator estimator : {Estimator::kSoftCollision, Estimator::kHardCollision}) {
-      Problem problem;
-      problem.config = small_config({estimator, ValueWeighting::kLinear, 0}, Selection::kPerKvHead);
+      Problem problem{
+          .planes = planes.get(),
+          .config = small_config({estimator, ValueWeighting::kLinear, 0}, Selection::kPerKvHead),
+          .kv_heads = 2,
+          .group = 3,
+          .sequences = {&set}};
       problem.config.planes_per_table = shape.planes_per_table;
       problem.config.tables = shape.tables;
-      problem.planes = planes.get();
-      problem.kv_heads = 2;
-      problem.group = 3;
-      problem.sequences = {&set};
-      add_row_per_sequence(problem);
-      add_queries(problem, 78);
+      problem.query_each(78);
       SCOPED_TRACE(describe(problem.config, problem.group));
 
       expect_oracle(problem, run(problem));
@@ -170,15 +150,14 @@ TEST_P(SelectorOracleTest, AgreesForAnyNumberOfNormAwarePlanes) {
     const auto planes = make_planes(PlaneKind::kOrthogonal, carried, kHeadDim);
     const TokenSet set = random_tokens(6, 1, 1500, random_signs(4, carried));
     for (const int query_bits : {0, 4, 8}) {
-      Problem problem;
-      problem.config = small_config({Estimator::kNormAware, ValueWeighting::kLogit, query_bits},
-                                    Selection::kPerQueryHead);
+      Problem problem{
+          .planes = planes.get(),
+          .config = small_config({Estimator::kNormAware, ValueWeighting::kLogit, query_bits},
+                                 Selection::kPerQueryHead),
+          .group = 5,
+          .sequences = {&set}};
       problem.config.num_planes = num_planes;
-      problem.planes = planes.get();
-      problem.group = 5;
-      problem.sequences = {&set};
-      add_row_per_sequence(problem);
-      add_queries(problem, 79);
+      problem.query_each(79);
       SCOPED_TRACE(describe(problem.config, problem.group));
 
       expect_oracle(problem, run(problem));
@@ -195,16 +174,15 @@ TEST_P(SelectorOracleTest, LongRowsWithOneHeavyTokenAndManySelected) {
   TokenSet set = random_tokens(12, 1, 20011, random_signs(4, 64));
   for (const int top_k : {1, 50, 2000, 11000}) {
     for (const Selection selection : {Selection::kPerKvHead, Selection::kPerQueryHead}) {
-      Problem problem;
-      problem.config = small_config({Estimator::kNormAware, ValueWeighting::kLogit, 4}, selection);
+      Problem problem{
+          .planes = planes.get(),
+          .config = small_config({Estimator::kNormAware, ValueWeighting::kLogit, 4}, selection),
+          .group = 3,
+          .softmax_scale = 1.0F,
+          .sequences = {&set}};
       problem.config.num_planes = 64;
       problem.config.top_k = top_k;
-      problem.planes = planes.get();
-      problem.group = 3;
-      problem.softmax_scale = 1.0F;
-      problem.sequences = {&set};
-      add_row_per_sequence(problem);
-      add_queries(problem, 81);
+      problem.query_each(81);
       oracle::Sketch& heavy = set.heads[0][9973];
       const float* query = problem.queries.data();
       for (int i = 0; i < 64; ++i) {
@@ -231,14 +209,12 @@ TEST_P(SelectorOracleTest, OrthogonalPlanesServeCollisionsAndGaussianOnesNormAwa
     const bool norm_aware = test.estimator == Estimator::kNormAware;
     const auto planes = make_planes(norm_aware ? PlaneKind::kGaussian : PlaneKind::kOrthogonal,
                                     kNumPlanes, kHeadDim);
-    Problem problem;
-    problem.config = small_config(test, Selection::kPerKvHead);
+    Problem problem{.planes = planes.get(),
+                    .config = small_config(test, Selection::kPerKvHead),
+                    .group = 2,
+                    .sequences = {&set}};
     problem.config.plane_kind = planes->config().kind;
-    problem.planes = planes.get();
-    problem.group = 2;
-    problem.sequences = {&set};
-    add_row_per_sequence(problem);
-    add_queries(problem, 80);
+    problem.query_each(80);
     SCOPED_TRACE(describe(problem.config, problem.group));
 
     expect_oracle(problem, run(problem));
@@ -250,13 +226,12 @@ TEST_P(SelectorOracleTest, RowsOfSeveralSequencesLagAndDenseFrom) {
   const TokenSet first = random_tokens(9, 2, 1300, random_signs(4, kNumPlanes));
   const TokenSet second = random_tokens(10, 2, 2100, random_signs(4, kNumPlanes));
   for (const EstimatorCase& test : estimator_cases()) {
-    Problem problem;
-    problem.config = small_config(test, Selection::kPerKvHead);
+    Problem problem{.planes = planes.get(),
+                    .config = small_config(test, Selection::kPerKvHead),
+                    .kv_heads = 2,
+                    .group = 2,
+                    .sequences = {&first, &second}};
     problem.config.plane_kind = PlaneKind::kOrthogonal;
-    problem.planes = planes.get();
-    problem.kv_heads = 2;
-    problem.group = 2;
-    problem.sequences = {&first, &second};
     problem.query_tokens = {{.sequence = 1, .lag = 3, .dense_from = kNoDense},
                             {.sequence = 0, .lag = 0, .dense_from = 900},
                             {.sequence = 1, .lag = 0, .dense_from = 2090},
@@ -264,7 +239,7 @@ TEST_P(SelectorOracleTest, RowsOfSeveralSequencesLagAndDenseFrom) {
                             {.sequence = 0, .lag = 1400, .dense_from = kNoDense},
                             {.sequence = 0, .lag = 200, .dense_from = 10},
                             {.sequence = 1, .lag = 1000, .dense_from = 1100}};
-    add_queries(problem, 81);
+    problem.make_queries(81);
     SCOPED_TRACE(describe(problem.config, problem.group));
 
     expect_oracle(problem, run(problem));
@@ -275,16 +250,15 @@ TEST_P(SelectorOracleTest, SparsityTakesItsShareOfTheVisibleTokens) {
   const auto planes = make_planes(PlaneKind::kOrthogonal, kNumPlanes, kHeadDim);
   const TokenSet set = random_tokens(12, 1, 1000, random_signs(4, kNumPlanes));
   for (const double sparsity : {1.0, 3.0, 33.0, 1000.0, 5000.0}) {
-    Problem problem;
-    problem.config =
-        small_config({Estimator::kNormAware, ValueWeighting::kLogit, 4}, Selection::kPerKvHead);
+    Problem problem{.planes = planes.get(),
+                    .config = small_config({Estimator::kNormAware, ValueWeighting::kLogit, 4},
+                                           Selection::kPerKvHead),
+                    .group = 2,
+                    .sequences = {&set}};
     problem.config.sparsity = sparsity;
-    problem.planes = planes.get();
-    problem.group = 2;
-    problem.sequences = {&set};
     problem.query_tokens = {{.sequence = 0, .lag = 1, .dense_from = kNoDense},
                             {.sequence = 0, .lag = 500, .dense_from = kNoDense}};
-    add_queries(problem, 82);
+    problem.make_queries(82);
     SCOPED_TRACE(sparsity);
 
     expect_oracle(problem, run(problem));
@@ -299,16 +273,14 @@ TEST_P(SelectorOracleTest, NonFiniteTokensComeLast) {
   for (const EstimatorCase& test : estimator_cases()) {
     for (const Selection selection : {Selection::kPerQueryHead, Selection::kPerKvHead}) {
       // 540 of the 560 eligible tokens: some that are not finite have to be taken, lowest id first.
-      Problem problem;
-      problem.config = small_config(test, selection);
+      Problem problem{.planes = planes.get(),
+                      .config = small_config(test, selection),
+                      .kv_heads = 2,
+                      .group = 2,
+                      .sequences = {&set}};
       problem.config.plane_kind = PlaneKind::kOrthogonal;
       problem.config.top_k = 540;
-      problem.planes = planes.get();
-      problem.kv_heads = 2;
-      problem.group = 2;
-      problem.sequences = {&set};
-      add_row_per_sequence(problem);
-      add_queries(problem, 83);
+      problem.query_each(83);
       SCOPED_TRACE(describe(problem.config, problem.group));
 
       expect_oracle(problem, run(problem));

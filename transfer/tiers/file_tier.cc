@@ -30,6 +30,14 @@ std::uint64_t max_segments() {
   return limit.rlim_cur - std::min<std::uint64_t>(limit.rlim_cur, kOtherFiles);
 }
 
+/// Bytes of a segment's records: it begins with its header, and has room for a seal.
+std::uint64_t record_room(const FileTierOptions& options) {
+  return options.segment_bytes - 2 * kBlockBytes;
+}
+
+/// Bytes of the records that are moved out of a segment at most.
+std::uint64_t most_moved(const FileTierOptions& options) { return record_room(options) / 4 * 3; }
+
 FileTierOptions validated(const FileTierOptions& options) {
   const auto expect = [](bool fine, const std::string& what) {
     if (!fine) throw_error(ErrorCode::kInvalidArgument, "file tier: ", what);
@@ -59,11 +67,14 @@ FileTierOptions validated(const FileTierOptions& options) {
 
 }  // namespace
 
-std::uint64_t capacity_pages(const FileTierOptions& options, std::size_t page_bytes) {
+PageRoom page_room(const FileTierOptions& options, std::size_t page_bytes) {
   std::uint64_t segments = options.capacity_bytes / options.segment_bytes;
-  if (options.retain && segments > 0) --segments;  // the one that pages are moved to
-  // A segment begins with its header, and has room for a seal.
-  return segments * ((options.segment_bytes - 2 * kBlockBytes) / record_bytes(page_bytes));
+  const std::uint64_t each = record_room(options) / record_bytes(page_bytes);
+  if (!options.retain) return {.most = segments * each, .sure = segments * each};
+  if (segments > 0) --segments;  // the one that pages are moved to
+  // A put is refused only when every segment has more than can be moved.
+  const std::uint64_t kept = std::min(each, most_moved(options) / record_bytes(page_bytes) + 1);
+  return {.most = segments * each, .sure = segments * kept};
 }
 
 RecordHeader header_of(const PageKey& key, const PagePlace& place) {
@@ -217,8 +228,7 @@ int FileTier::State::compact(std::uint64_t record) {
       bytes += record_bytes(place->length);
     }
   }
-  const std::uint64_t room = options.segment_bytes - 2 * kBlockBytes;
-  if (bytes > room / 4 * 3 || bytes + record > room) return ENOSPC;
+  if (bytes > most_moved(options) || bytes + record > record_room(options)) return ENOSPC;
   int error = 0;
   const std::shared_ptr<Segment> into = folder.create(error);
   if (into == nullptr) return error;

@@ -31,8 +31,12 @@ struct FileTierOptions {
   FileOps* ops = nullptr;        ///< For tests; implies threads. Must outlive the tier.
 };
 
-/// Returns how many pages of one size fit beside what the files need for themselves.
-[[nodiscard]] std::uint64_t capacity_pages(const FileTierOptions& options, std::size_t page_bytes);
+/// How many pages of one size fit beside what the files need for themselves.
+struct PageRoom {
+  std::uint64_t most = 0;
+  std::uint64_t sure = 0;  ///< Also of a tier that retains, whichever pages have been removed.
+};
+[[nodiscard]] PageRoom page_room(const FileTierOptions& options, std::size_t page_bytes);
 
 /// Pages in a folder of a disk, as a log of segment files; a cache. docs/tiers.md says how.
 ///
@@ -43,7 +47,8 @@ struct FileTierOptions {
 /// that is kUnavailable. kFull means that the disk is full and the tier had nothing to drop.
 ///
 /// Transfers keep to the deadline. Opening and closing a segment file, once per `segment_bytes`,
-/// does not, nor does the destructor: it waits for transfers that were left behind.
+/// does not, nor do pages that are moved together, nor the destructor: it waits for transfers that
+/// were left behind.
 class FileTier final : public PageTier {
  public:
   /// Reads the headers of what is there. Throws `kInvalidArgument` for options that cannot be,

@@ -63,6 +63,18 @@ std::vector<Case> single_problems() {
          c.model.kv_dtype = DType::kFloat16;
          c.memory.page_format = PageFormat::kInt8;
        }},
+      {"model.layer_options[0].mode: expected an enumerator, found 3",
+       [](Config& c) { c.model.layer_options = {{.mode = static_cast<LayerMode>(3)}}; }},
+      {"memory.placement: expected an enumerator, found 2",
+       [](Config& c) { c.memory.placement = static_cast<KvPlacement>(2); }},
+      {"backend: expected an enumerator, found 3",
+       [](Config& c) { c.backend = static_cast<Backend>(3); }},
+      {"retrieval.plane_kind: expected an enumerator, found 2",
+       [](Config& c) { c.retrieval.plane_kind = static_cast<PlaneKind>(2); }},
+      {"extra_sketches[0].kind: expected an enumerator, found 2",
+       [](Config& c) { c.extra_sketches = {{.kind = static_cast<PlaneKind>(2)}}; }},
+      {"extra_sketches[0].code: expected an enumerator, found 2",
+       [](Config& c) { c.extra_sketches = {{.code = static_cast<SketchCode>(2)}}; }},
       {"memory.page_format: expected an enumerator, found 2",
        [](Config& c) { c.memory.page_format = static_cast<PageFormat>(2); }},
       {"memory.page_tokens: expected 16, 32, 64, 128 or 256, found 63",
@@ -432,13 +444,26 @@ TEST_P(EngineConfigTest, WithoutHostMemoryThereIsNoPage) {
   config.memory.host_bytes = 0;
   Engine engine(config);
   Session session = engine.open();
-  const std::optional<Error> error =
-      error_of([&] { append_random(session, config.model, 0, 1, 1); });
-
-  ASSERT_TRUE(error.has_value());
-  EXPECT_EQ(error->code(), ErrorCode::kResourceExhausted);
-  EXPECT_THAT(error->what(), HasSubstr("page pool: expected 1 free pages for layer 0, found 0"));
+  expect_error(error_of([&] { append_random(session, config.model, 0, 1, 1); }),
+               ErrorCode::kResourceExhausted,
+               "page pool: expected 1 free pages for layer 0, found 0");
   EXPECT_EQ(session.length(0), 0);
+}
+
+TEST_P(EngineConfigTest, LessHostMemoryThanOnePageIsExplained) {
+  Config config = this->config();
+  for (const std::size_t host_bytes : {10U, 32767U}) {
+    config.memory.host_bytes = host_bytes;
+    const std::optional<Error> error = error_of([&] { const Engine engine(config); });
+    ASSERT_TRUE(error.has_value());
+    EXPECT_EQ(error->code(), ErrorCode::kResourceExhausted);
+    EXPECT_EQ(std::string(error->what()),
+              "memory.host_bytes: expected 0 or at least 32768 for one page of 64 tokens of 2 KV "
+              "heads, found " +
+                  std::to_string(host_bytes));
+  }
+  config.memory.host_bytes = 32768;
+  EXPECT_EQ(Engine(config).stats().snapshot.pages, 1U);
 }
 
 TEST_P(EngineConfigTest, ReportsProgressAndReadiness) {

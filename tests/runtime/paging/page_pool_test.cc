@@ -1,5 +1,7 @@
 #include "runtime/paging/page_pool.h"
 
+#include "kvtier/error.h"
+
 #include "support/failing_new.h"
 #include "support/fake_device.h"
 #include "support/fault_tier.h"
@@ -11,6 +13,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <vector>
 
@@ -109,6 +112,67 @@ class NoOwner final : public PagePool::Owner {
   void run_unlocked(const std::function<void()>& work) override { work(); }
 };
 
+/// A pool of three frames over a tier of `most` pages, of which as many are evicted.
+struct FullTier {
+  explicit FullTier(transfer::Device& device, std::size_t most)
+      : tiers({std::make_shared<testing::FaultTier>(true, most)}, kBytes, std::chrono::seconds(60),
+              {}),
+        pool(device, kBytes, 3 * kBytes, {}, tiers, owner),
+        stream(device.make_stream()) {
+    take(3);
+    EXPECT_EQ(pool.evict(*stream, most), most);
+  }
+  ~FullTier() { pool.give_back(pages, {}); }
+  FullTier(const FullTier&) = delete;  // gives its pages back once
+  FullTier& operator=(const FullTier&) = delete;
+
+  void take(std::size_t count) {
+    Pages fresh(count);
+    ASSERT_TRUE(pool.take_all(fresh));
+    for (Page* page : fresh) pool.seal(*page);
+    pages.insert(pages.end(), fresh.begin(), fresh.end());
+  }
+  bool restore(std::initializer_list<std::size_t> which) {
+    Pages wanted;
+    for (const std::size_t i : which) wanted.push_back(pages[i]);
+    return pool.ensure_resident(*stream, wanted);
+  }
+
+  NoOwner owner;
+  PageTiers tiers;
+  PagePool pool;
+  std::unique_ptr<transfer::Stream> stream;
+  Pages pages;
+};
+
+TEST_F(PagePoolTest, PagesThatAFullTierHasGoWhereverTheyAreInTheOrder) {
+  FullTier full(device_, 1);
+  ASSERT_TRUE(full.restore({0}));  // the last to go, and the one that need not be written
+  full.pool.unprotect_all();
+  EXPECT_EQ(full.pool.evict(*full.stream, 1), 1U);
+  EXPECT_EQ(PagePool::address(*full.pages[0]), nullptr);
+  EXPECT_EQ(full.pool.evict(*full.stream, 1), 0U) << "no other page is in the tier";
+  EXPECT_EQ(full.pool.eviction_failure_reason(),
+            "; custom tier: expected pages to be taken, found \"full\"");
+}
+
+TEST_F(PagePoolTest, PagesAreTooManyAtOnceWhereAFullTierTakesNoneOfTheOthers) {
+  FullTier full(device_, 2);
+  full.take(1);
+  EXPECT_FALSE(full.restore({0, 1})) << "one frame is left for the two";
+  EXPECT_FALSE(full.restore({0, 1, 3}));
+  for (const std::size_t i : {0U, 1U, 0U}) {
+    EXPECT_TRUE(full.restore({i}));
+    EXPECT_NE(PagePool::address(*full.pages[i]), nullptr);
+  }
+
+  full.pool.unprotect_all();
+  ASSERT_EQ(full.pool.evict(*full.stream, 1), 1U);
+  full.take(1);
+  EXPECT_THROW((void)full.restore({0}), Error) << "none is left";
+  EXPECT_EQ(full.pool.num_evicted(), 2U);
+}
+
 // Whichever allocation fails, no frame is lost.
 TEST_F(PagePoolTest, ChangesNothingWhereMemoryRunsOut) {
   for (const bool tiered : {false, true}) {
@@ -138,13 +202,16 @@ TEST_F(PagePoolTest, RestoresNothingWhereMemoryRunsOut) {
   PagePool pool(device_, kBytes, 4 * kBytes, {}, tiers, owner);
   const Pages pages = take(pool, 2);
   for (Page* page : pages) pool.seal(*page);
-  ASSERT_EQ(pool.evict(*reader_, 2), 2U);
-  bool failed = true;
-  for (std::int64_t good = 0; failed; ++good) {
-    failed = !completes(good, [&] { return pool.ensure_resident(*reader_, pages); });
-    const std::size_t evicted = pool.num_evicted();
-    EXPECT_EQ(pool.num_free(), 2U + evicted) << "allocation " << good;
-    EXPECT_TRUE(failed || evicted == 0);
+  for (const bool keep_lock : {false, true}) {
+    ASSERT_EQ(pool.evict(*reader_, 2), 2U);
+    bool failed = true;
+    for (std::int64_t good = 0; failed; ++good) {
+      failed = !completes(good, [&] { return pool.ensure_resident(*reader_, pages, keep_lock); });
+      const std::size_t evicted = pool.num_evicted();
+      EXPECT_EQ(pool.num_free(), 2U + evicted) << "allocation " << good << ", " << keep_lock;
+      EXPECT_TRUE(failed || evicted == 0);
+    }
+    pool.unprotect_all();
   }
   pool.give_back(pages, {});
   EXPECT_EQ(pool.num_free(), 4U);

@@ -70,44 +70,41 @@ FaultOps::Write tear_once(std::size_t count, std::function<FaultOps::Result(std:
   });
 }
 
-TEST(FileTier, WritesAPageOnce) {
-  const TestFolder folder;
-  FileTier tier(small_tier(folder));
+TEST_F(FileTierTest, WritesAPageOnce) {
+  FileTier tier(small_tier(folder_));
   EXPECT_THAT(put_pages(tier, {1, 2, 1}, 5000), Each(TierStatus::kOk));
   EXPECT_EQ(put_page(tier, 2, 5000), TierStatus::kOk);
   EXPECT_EQ(tier.stats().pages, 2U);
-  EXPECT_THAT(records_of(folder.segments().at(0)),
+  EXPECT_THAT(records_of(folder_.segments().at(0)),
               ElementsAre(RecordKind::kPage, RecordKind::kPage));
 }
 
+class FileTierFaults : public FileTierTest {};
+
 // The header of the failed record had reached the disk, its page had not.
-TEST(FileTierFaults, APageThatFailedToBeWrittenIsDeadAtOnce) {
-  const TestFolder folder;
-  FaultOps ops;
+TEST_F(FileTierFaults, APageThatFailedToBeWrittenIsDeadAtOnce) {
   {
-    FileTier tier(small_tier(folder, &ops));
+    FileTier tier(options_);
     EXPECT_EQ(put_page(tier, 1, 9000), TierStatus::kOk);
-    ops.on_write(tear_once(kBlockBytes, [](auto) { return FaultOps::error(EIO); }));
+    ops_.on_write(tear_once(kBlockBytes, [](auto) { return FaultOps::error(EIO); }));
     EXPECT_EQ(put_page(tier, 2, 9000), TierStatus::kUnavailable);
     EXPECT_EQ(get_page(tier, 2, 9000), TierStatus::kMiss);
     EXPECT_EQ(put_page(tier, 2, 9000), TierStatus::kOk);
     EXPECT_EQ(get_page(tier, 2, 9000), TierStatus::kOk);
   }
-  ASSERT_EQ(folder.segments().size(), 2U);  // one with a failed write is not written to again
-  EXPECT_THAT(records_of(folder.segments()[0]), ElementsAre(RecordKind::kPage, RecordKind::kDead));
-  EXPECT_THAT(records_of(folder.segments()[1]), ElementsAre(RecordKind::kPage, RecordKind::kSeal));
-  FileTier tier(small_tier(folder, &ops));
+  ASSERT_EQ(folder_.segments().size(), 2U);  // one with a failed write is not written to again
+  EXPECT_THAT(records_of(folder_.segments()[0]), ElementsAre(RecordKind::kPage, RecordKind::kDead));
+  EXPECT_THAT(records_of(folder_.segments()[1]), ElementsAre(RecordKind::kPage, RecordKind::kSeal));
+  FileTier tier(options_);
   EXPECT_THAT(get_pages(tier, {1, 2}, 9000), Each(TierStatus::kOk));
 }
 
-TEST(FileTierFaults, ARemovalThatTheDiskRefusesIsCounted) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTier tier(small_tier(folder, &ops));
+TEST_F(FileTierFaults, ARemovalThatTheDiskRefusesIsCounted) {
+  FileTier tier(options_);
   EXPECT_THAT(put_pages(tier, {1, 2}, 5000), Each(TierStatus::kOk));
   remove_pages(tier, {1});
   EXPECT_EQ(tier.stats().remove_failures, 0U);
-  ops.on_write([](int, auto, auto) { return FaultOps::error(EIO); });
+  ops_.on_write([](int, auto, auto) { return FaultOps::error(EIO); });
   remove_pages(tier, {2});
   EXPECT_EQ(get_page(tier, 2, 5000), TierStatus::kMiss);
   EXPECT_EQ(tier.stats().removed, 2U);
@@ -115,14 +112,12 @@ TEST(FileTierFaults, ARemovalThatTheDiskRefusesIsCounted) {
 }
 
 // As before, but nothing more can be written: the start after it does what could not be done.
-TEST(FileTierFaults, ATornRecordIsFoundByTheNextStart) {
-  const TestFolder folder;
-  FaultOps ops;
+TEST_F(FileTierFaults, ATornRecordIsFoundByTheNextStart) {
   {
-    FileTier tier(small_tier(folder, &ops));
+    FileTier tier(options_);
     EXPECT_EQ(put_page(tier, 1, 9000), TierStatus::kOk);
     std::atomic<bool> torn = false;
-    ops.on_write(on_records([&](int fd, auto from, std::uint64_t at) -> FaultOps::Result {
+    ops_.on_write(on_records([&](int fd, auto from, std::uint64_t at) -> FaultOps::Result {
       if (!torn.exchange(true)) {
         EXPECT_EQ(FileOps().write_all(fd, from.first(kBlockBytes), at), 0);
       }
@@ -130,122 +125,107 @@ TEST(FileTierFaults, ATornRecordIsFoundByTheNextStart) {
     }));
     EXPECT_EQ(put_page(tier, 2, 9000), TierStatus::kUnavailable);
   }
-  ops.on_write(nullptr);
-  EXPECT_THAT(records_of(folder.segments()[0]), ElementsAre(RecordKind::kPage, RecordKind::kPage));
+  ops_.on_write(nullptr);
+  EXPECT_THAT(records_of(folder_.segments()[0]), ElementsAre(RecordKind::kPage, RecordKind::kPage));
   for (int start = 0; start < 2; ++start) {
-    FileTier tier(small_tier(folder, &ops));
-    EXPECT_THAT(records_of(folder.segments()[0])[1], RecordKind::kDead);
+    FileTier tier(options_);
+    EXPECT_THAT(records_of(folder_.segments()[0])[1], RecordKind::kDead);
     EXPECT_EQ(tier.stats().pages, 1U + static_cast<unsigned>(start));
     EXPECT_EQ(get_page(tier, 1, 9000), TierStatus::kOk);
     EXPECT_EQ(get_page(tier, 2, 9000), TierStatus::kMiss);
     EXPECT_EQ(put_page(tier, 3, 9000), TierStatus::kOk);  // goes on in the same segment
-    EXPECT_EQ(folder.segments().size(), 1U);
+    EXPECT_EQ(folder_.segments().size(), 1U);
   }
 }
 
-TEST(FileTierFaults, AFailingDiskLeavesNoFilesBehind) {
-  const TestFolder folder;
-  FaultOps ops;
-  ops.on_write(on_records([](int, auto, auto) { return FaultOps::error(EIO); }));
-  FileTier tier(small_tier(folder, &ops));
+TEST_F(FileTierFaults, AFailingDiskLeavesNoFilesBehind) {
+  ops_.on_write(on_records([](int, auto, auto) { return FaultOps::error(EIO); }));
+  FileTier tier(options_);
   for (std::uint64_t id = 0; id < 10; ++id) {
     EXPECT_EQ(put_page(tier, id, 9000), TierStatus::kUnavailable);
-    EXPECT_LE(folder.segments().size(), 1U);
+    EXPECT_LE(folder_.segments().size(), 1U);
   }
   EXPECT_EQ(tier.stats().pages, 0U);
 }
 
-TEST(FileTierFaults, OneFailedPageOfABatchLeavesTheOthers) {
-  const TestFolder folder;
-  FaultOps ops;
-  ops.on_write(on_records([](int, auto, std::uint64_t at) -> FaultOps::Result {
+TEST_F(FileTierFaults, OneFailedPageOfABatchLeavesTheOthers) {
+  ops_.on_write(on_records([](int, auto, std::uint64_t at) -> FaultOps::Result {
     if (at != kBlockBytes + 2 * record_bytes(9000)) return std::nullopt;
     return FaultOps::error(EIO);
   }));
   const auto expected = {TierStatus::kOk, TierStatus::kOk, TierStatus::kUnavailable,
                          TierStatus::kOk, TierStatus::kOk};
   {
-    FileTier tier(small_tier(folder, &ops));
+    FileTier tier(options_);
     EXPECT_THAT(put_pages(tier, ids_from(0, 5), 9000), ::testing::ElementsAreArray(expected));
   }
-  ops.on_write(nullptr);
-  FileTier tier(small_tier(folder, &ops));  // the third record is a hole without a header
+  ops_.on_write(nullptr);
+  FileTier tier(options_);  // the third record is a hole without a header
   EXPECT_THAT(get_pages(tier, {0, 1, 3, 4}, 9000), Each(TierStatus::kOk));
   EXPECT_EQ(tier.stats().pages, 4U);
 }
 
-TEST(FileTierFaults, APageThatWasNotSyncedIsNotStored) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTierOptions options = small_tier(folder, &ops);
-  options.sync = true;
+TEST_F(FileTierFaults, APageThatWasNotSyncedIsNotStored) {
+  options_.sync = true;
   {
-    FileTier tier(options);
+    FileTier tier(options_);
     EXPECT_EQ(put_page(tier, 1, 9000), TierStatus::kOk);
-    ops.on_sync([] { return FaultOps::error(EIO); });
+    ops_.on_sync([] { return FaultOps::error(EIO); });
     EXPECT_THAT(put_pages(tier, {2, 3}, 9000), Each(TierStatus::kUnavailable));
     EXPECT_EQ(put_page(tier, 4, 9000), TierStatus::kUnavailable);  // no segment can be made
-    EXPECT_EQ(folder.segments().size(), 1U);
+    EXPECT_EQ(folder_.segments().size(), 1U);
   }
-  ops.on_sync(nullptr);
-  FileTier tier(options);
+  ops_.on_sync(nullptr);
+  FileTier tier(options_);
   EXPECT_THAT(get_pages(tier, {2, 3, 4}, 9000), Each(TierStatus::kMiss));
   EXPECT_EQ(get_page(tier, 1, 9000), TierStatus::kOk);
 }
 
-TEST(FileTierFaults, AFullDiskRefusesAndLeavesNoFile) {
-  const TestFolder folder;
-  FaultOps ops;
-  ops.on_allocate([] { return FaultOps::error(ENOSPC); });
-  FileTier tier(small_tier(folder, &ops));
+TEST_F(FileTierFaults, AFullDiskRefusesAndLeavesNoFile) {
+  ops_.on_allocate([] { return FaultOps::error(ENOSPC); });
+  FileTier tier(options_);
   EXPECT_THAT(put_pages(tier, {1, 2}, 100), Each(TierStatus::kFull));
-  EXPECT_TRUE(folder.segments().empty());
-  ops.on_allocate(nullptr);
+  EXPECT_TRUE(folder_.segments().empty());
+  ops_.on_allocate(nullptr);
   EXPECT_THAT(put_pages(tier, {1, 2}, 100), Each(TierStatus::kOk));
 }
 
-TEST(FileTierFaults, OnAFullDiskTheOldestSegmentMakesRoom) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTier tier(small_tier(folder, &ops));
+TEST_F(FileTierFaults, OnAFullDiskTheOldestSegmentMakesRoom) {
+  FileTier tier(options_);
   EXPECT_THAT(put_pages(tier, ids_from(0, 45), 12'000), Each(TierStatus::kOk));  // three segments
-  ops.on_allocate([&]() -> FaultOps::Result {  // the new one counts
-    if (folder.segments().size() <= 3) return std::nullopt;
+  ops_.on_allocate([&]() -> FaultOps::Result {  // the new one counts
+    if (folder_.segments().size() <= 3) return std::nullopt;
     return FaultOps::error(ENOSPC);
   });
   EXPECT_THAT(put_pages(tier, ids_from(45, 15), 12'000), Each(TierStatus::kOk));
   EXPECT_EQ(tier.stats().evicted, 15U);
-  EXPECT_EQ(folder.segments().size(), 3U);
+  EXPECT_EQ(folder_.segments().size(), 3U);
   EXPECT_THAT(get_pages(tier, ids_from(15, 45), 12'000), Each(TierStatus::kOk));
 }
 
 // Where the file system cannot allocate ahead, the write is what fails.
-TEST(FileTierFaults, AWriteToAFullDiskIsRefused) {
-  const TestFolder folder;
-  FaultOps ops;
-  ops.on_allocate([] { return FaultOps::error(EOPNOTSUPP); });
-  FileTier tier(small_tier(folder, &ops));
+TEST_F(FileTierFaults, AWriteToAFullDiskIsRefused) {
+  ops_.on_allocate([] { return FaultOps::error(EOPNOTSUPP); });
+  FileTier tier(options_);
   EXPECT_EQ(put_page(tier, 1, 9000), TierStatus::kOk);
-  ops.on_write(tear_once(5000, [](auto) { return FaultOps::error(ENOSPC); }));
+  ops_.on_write(tear_once(5000, [](auto) { return FaultOps::error(ENOSPC); }));
   EXPECT_EQ(put_page(tier, 2, 9000), TierStatus::kFull);
   EXPECT_EQ(put_page(tier, 2, 9000), TierStatus::kOk);
   EXPECT_THAT(get_pages(tier, {1, 2}, 9000), Each(TierStatus::kOk));
 }
 
-TEST(FileTierFaults, ShortTransfersAndInterruptsAreGoneOnWith) {
-  const TestFolder folder;
-  FaultOps ops;
+TEST_F(FileTierFaults, ShortTransfersAndInterruptsAreGoneOnWith) {
   std::atomic<unsigned> count = 0;
-  ops.on_write([&](int fd, auto from, std::uint64_t at) -> FaultOps::Result {
+  ops_.on_write([&](int fd, auto from, std::uint64_t at) -> FaultOps::Result {
     if (++count % 3 == 0) return FaultOps::error(EINTR);
     return FileOps().pwrite(fd, from.first(std::min<std::size_t>(from.size(), 1000)), at);
   });
-  ops.on_read([&](int fd, auto to, std::uint64_t at) -> FaultOps::Result {
+  ops_.on_read([&](int fd, auto to, std::uint64_t at) -> FaultOps::Result {
     if (++count % 3 == 0) return FaultOps::error(EINTR);
     return FileOps().pread(fd, to.first(std::min<std::size_t>(to.size(), 1000)), at);
   });
   for (const bool restarted : {false, true}) {
-    FileTier tier(small_tier(folder, &ops));
+    FileTier tier(options_);
     if (!restarted) {
       EXPECT_THAT(put_pages(tier, ids_from(0, 20), 9000), Each(TierStatus::kOk));
     }
@@ -253,12 +233,10 @@ TEST(FileTierFaults, ShortTransfersAndInterruptsAreGoneOnWith) {
   }
 }
 
-TEST(FileTierFaults, AReadErrorIsSaidAndThePageIsGone) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTier tier(small_tier(folder, &ops));
+TEST_F(FileTierFaults, AReadErrorIsSaidAndThePageIsGone) {
+  FileTier tier(options_);
   EXPECT_THAT(put_pages(tier, {1, 2, 3}, 9000), Each(TierStatus::kOk));
-  ops.on_read([](int, auto, std::uint64_t at) -> FaultOps::Result {
+  ops_.on_read([](int, auto, std::uint64_t at) -> FaultOps::Result {
     if (at != 2 * kBlockBytes + record_bytes(9000)) return std::nullopt;  // the second page
     return FaultOps::error(EIO);
   });
@@ -268,37 +246,33 @@ TEST(FileTierFaults, AReadErrorIsSaidAndThePageIsGone) {
               ElementsAre(TierStatus::kOk, TierStatus::kMiss, TierStatus::kOk));
 }
 
-TEST(FileTierFaults, ADiskThatCannotBeReadIsNotStartedFrom) {
-  const TestFolder folder;
-  FaultOps ops;
+TEST_F(FileTierFaults, ADiskThatCannotBeReadIsNotStartedFrom) {
   {
-    FileTier tier(small_tier(folder, &ops));
+    FileTier tier(options_);
     EXPECT_EQ(put_page(tier, 1, 9000), TierStatus::kOk);
   }
-  ops.on_read([](int, auto, auto) { return FaultOps::error(EIO); });
-  EXPECT_THROW(FileTier(small_tier(folder, &ops)), Error);
-  ops.on_read(nullptr);
-  FileTier tier(small_tier(folder, &ops));
+  ops_.on_read([](int, auto, auto) { return FaultOps::error(EIO); });
+  EXPECT_THROW(const FileTier failing(options_), Error);
+  ops_.on_read(nullptr);
+  FileTier tier(options_);
   EXPECT_EQ(get_page(tier, 1, 9000), TierStatus::kOk);
 }
 
 // A disk that says that it wrote what it did not.
-TEST(FileTierFaults, ATornPageIsQuarantined) {
-  const TestFolder folder;
+TEST_F(FileTierFaults, ATornPageIsQuarantined) {
   const TestFolder crashed;
-  FaultOps ops;
   {
-    FileTier tier(small_tier(folder, &ops));
+    FileTier tier(options_);
     EXPECT_EQ(put_page(tier, 1, 9000), TierStatus::kOk);
-    ops.on_write(tear_once(8192, [](std::size_t size) { return static_cast<ssize_t>(size); }));
+    ops_.on_write(tear_once(8192, [](std::size_t size) { return static_cast<ssize_t>(size); }));
     EXPECT_THAT(put_pages(tier, {2, 3}, 9000), Each(TierStatus::kOk));
-    copy_tier(folder, crashed);
+    copy_tier(folder_, crashed);
     EXPECT_THAT(
         get_pages(tier, {1, 2, 3}, 9000),
         ::testing::UnorderedElementsAre(TierStatus::kOk, TierStatus::kOk, TierStatus::kCorrupt));
     EXPECT_EQ(tier.stats().pages, 2U);
   }
-  for (const TestFolder* after : {&folder, &crashed}) {
+  for (const TestFolder* after : {&folder_, &crashed}) {
     FileTier tier(small_tier(*after));
     EXPECT_EQ(tier.stats().pages, 2U);
     EXPECT_THAT(
@@ -307,19 +281,18 @@ TEST(FileTierFaults, ATornPageIsQuarantined) {
   }
 }
 
-TEST(FileTierFaults, RemovedPagesStayAwayAfterAKill) {
-  const TestFolder folder;
+TEST_F(FileTierFaults, RemovedPagesStayAwayAfterAKill) {
   const TestFolder killed;
   for (const bool uring : {false, true}) {
-    FileTierOptions options = small_tier(folder);
+    FileTierOptions options = small_tier(folder_);
     options.uring = uring;
-    std::filesystem::remove_all(folder.tier());
+    std::filesystem::remove_all(folder_.tier());
     std::filesystem::remove_all(killed.tier());
     {
       FileTier tier(options);
       EXPECT_THAT(put_pages(tier, ids_from(0, 10), 9000), Each(TierStatus::kOk));
       remove_pages(tier, ids_from(3, 6));
-      copy_tier(folder, killed);
+      copy_tier(folder_, killed);
     }
     FileTier tier(small_tier(killed));
     EXPECT_EQ(tier.stats().pages, 4U);
@@ -328,42 +301,40 @@ TEST(FileTierFaults, RemovedPagesStayAwayAfterAKill) {
   }
 }
 
-TEST(FileTierFaults, FilesThatAreNoSegmentsAreDeletedOrLeft) {
-  const TestFolder folder;
+TEST_F(FileTierFaults, FilesThatAreNoSegmentsAreDeletedOrLeft) {
   {
-    FileTier tier(small_tier(folder));
+    FileTier tier(small_tier(folder_));
     EXPECT_EQ(put_page(tier, 1, 9000), TierStatus::kOk);
   }
-  const auto good = folder.segments().front();
+  const auto good = folder_.segments().front();
   PageBytes copy = read_file(good);
-  write_file(folder.tier() / "00000000000000000007.segment", copy);  // of generation 1
-  write_file(folder.tier() / "00000000000000000008.segment", PageBytes(100));
-  write_file(folder.tier() / "00000000000000000009.segment", PageBytes(8192));
-  write_file(folder.tier() / "notes.txt", copy);
+  write_file(folder_.tier() / "00000000000000000007.segment", copy);  // of generation 1
+  write_file(folder_.tier() / "00000000000000000008.segment", PageBytes(100));
+  write_file(folder_.tier() / "00000000000000000009.segment", PageBytes(8192));
+  write_file(folder_.tier() / "notes.txt", copy);
   {
-    FileTier tier(small_tier(folder));
+    FileTier tier(small_tier(folder_));
     EXPECT_EQ(get_page(tier, 1, 9000), TierStatus::kOk);
-    EXPECT_THAT(folder.segments(), ElementsAre(good));
-    EXPECT_TRUE(std::filesystem::exists(folder.tier() / "notes.txt"));
+    EXPECT_THAT(folder_.segments(), ElementsAre(good));
+    EXPECT_TRUE(std::filesystem::exists(folder_.tier() / "notes.txt"));
   }
   std::filesystem::resize_file(good, 3 * kBlockBytes);  // cut short inside the page
-  FileTier tier(small_tier(folder));
+  FileTier tier(small_tier(folder_));
   EXPECT_NE(get_page(tier, 1, 9000), TierStatus::kOk);
   EXPECT_EQ(put_page(tier, 2, 9000), TierStatus::kOk);
   EXPECT_EQ(get_page(tier, 2, 9000), TierStatus::kOk);
 }
 
 // A page whose bytes are a segment's: whoever chose them, they are no records.
-TEST(FileTierFaults, BytesOfAPageNeverPassForARecord) {
-  const TestFolder folder;
+TEST_F(FileTierFaults, BytesOfAPageNeverPassForARecord) {
   PageBytes nested;
   {
-    FileTier tier(small_tier(folder));
+    FileTier tier(small_tier(folder_));
     EXPECT_EQ(put_page(tier, 1, 9000), TierStatus::kOk);
   }
-  nested = read_file(folder.segments().front());
+  nested = read_file(folder_.segments().front());
   nested.resize(5 * kBlockBytes);
-  std::filesystem::remove(folder.segments().front());
+  std::filesystem::remove(folder_.segments().front());
   {
     FaultOps ops;  // the header of the record is lost, so that a search walks over the page
     ops.on_write(on_records([](int fd, auto from, std::uint64_t at) -> FaultOps::Result {
@@ -371,12 +342,12 @@ TEST(FileTierFaults, BytesOfAPageNeverPassForARecord) {
       EXPECT_EQ(FileOps().write_all(fd, rest, at + kBlockBytes), 0);
       return static_cast<ssize_t>(from.size());
     }));
-    FileTier tier(small_tier(folder, &ops));
+    FileTier tier(small_tier(folder_, &ops));
     std::vector<TierPut> batch{{.key = key_of(2), .bytes = nested}};
     tier.put(batch, kForever);
     EXPECT_EQ(batch[0].status, TierStatus::kOk);
   }
-  FileTier tier(small_tier(folder));
+  FileTier tier(small_tier(folder_));
   EXPECT_EQ(tier.stats().pages, 0U);
 }
 
@@ -391,43 +362,35 @@ void make_segments(const FileTierOptions& options) {
   }
 }
 
-TEST(FileTierFaults, AStartGoesOnWithoutTheThreadsThatCannotBeMade) {
-  const TestFolder folder;
-  FaultOps ops;
-  const FileTierOptions options = small_tier(folder, &ops);
-  make_segments(options);
-  SegmentFolder files(options);
+TEST_F(FileTierFaults, AStartGoesOnWithoutTheThreadsThatCannotBeMade) {
+  make_segments(options_);
+  SegmentFolder files(options_);
   const auto segments = files.open_all();
   ASSERT_EQ(segments.size(), 3U);
   const kvtier::testing::NoNewThreads none;
   for (const auto& records : scan_segments(segments)) EXPECT_EQ(records.size(), 1U);
 }
 
-TEST(FileTierFaults, AStartThatRunsOutOfMemoryThrows) {
-  const TestFolder folder;
-  FaultOps ops;
-  const FileTierOptions options = small_tier(folder, &ops);
-  make_segments(options);
-  SegmentFolder files(options);
+TEST_F(FileTierFaults, AStartThatRunsOutOfMemoryThrows) {
+  make_segments(options_);
+  SegmentFolder files(options_);
   const auto segments = files.open_all();
-  ops.on_read([](int, auto, auto) -> FaultOps::Result { throw std::bad_alloc(); });
+  ops_.on_read([](int, auto, auto) -> FaultOps::Result { throw std::bad_alloc(); });
   EXPECT_THROW((void)scan_segments(segments), std::bad_alloc);
 }
 
-TEST(FileTierFaults, WithoutAnyThreadATierIsRefused) {
-  const TestFolder folder;
-  FaultOps ops;
+TEST_F(FileTierFaults, WithoutAnyThreadATierIsRefused) {
   {
     const kvtier::testing::NoNewThreads none;
     try {
-      const FileTier tier(small_tier(folder, &ops));
+      const FileTier tier(options_);
       FAIL() << "expected an error";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kResourceExhausted);
       EXPECT_THAT(error.what(), ::testing::HasSubstr("expected at least 1, found 0"));
     }
   }
-  FileTier tier(small_tier(folder, &ops));  // the folder is free again
+  FileTier tier(options_);  // the folder is free again
   EXPECT_EQ(put_page(tier, 1, 9000), TierStatus::kOk);
 }
 

@@ -25,15 +25,25 @@ namespace {
 
 using ::testing::Each;
 
-TEST(RetainingFileTier, RefusesRatherThanForgetAndStartsEmpty) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTierOptions options = small_tier(folder, &ops);
-  options.capacity_bytes = 3 * options.segment_bytes;
-  options.retain = true;
+/// With two segments of pages, and one to move pages to.
+class RetainingFileTier : public FileTierTest {
+ protected:
+  RetainingFileTier() {
+    options_.retain = true;
+    options_.capacity_bytes = 3 * options_.segment_bytes;
+  }
+  /// Puts pages 0, 1, ... until one is refused. Returns how many are stored.
+  static std::uint64_t fill(FileTier& tier) {
+    std::uint64_t next = 0;
+    while (put_page(tier, next, 12'000) == TierStatus::kOk) ++next;
+    return next;
+  }
+};
+
+TEST_F(RetainingFileTier, RefusesRatherThanForgetAndStartsEmpty) {
   std::vector<std::uint64_t> stored;
   {
-    FileTier tier(options);
+    FileTier tier(options_);
     EXPECT_TRUE(tier.retains());
     std::uint64_t id = 0;
     for (;; ++id) {
@@ -54,37 +64,31 @@ TEST(RetainingFileTier, RefusesRatherThanForgetAndStartsEmpty) {
     tier.remove(keys, kForever);
     EXPECT_EQ(put_page(tier, id, 12'000), TierStatus::kOk);
   }
-  FileTier again(options);
+  FileTier again(options_);
   EXPECT_EQ(again.stats().pages, 0U);
 }
 
-TEST(RetainingFileTier, LeavesNoFileWhateverEndsIt) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTierOptions options = small_tier(folder, &ops);
-  options.retain = true;
-  FileTier tier(options);
+TEST_F(RetainingFileTier, LeavesNoFileWhateverEndsIt) {
+  FileTier tier(options_);
   ASSERT_EQ(put_page(tier, 1, 12'000), TierStatus::kOk);
-  EXPECT_EQ(kvtier::testing::open_segments(folder.tier()).size(), 1U);
-  EXPECT_TRUE(folder.segments().empty()) << "a kill now would leave the page";
+  EXPECT_EQ(kvtier::testing::open_segments(folder_.tier()).size(), 1U);
+  EXPECT_TRUE(folder_.segments().empty()) << "a kill now would leave the page";
   EXPECT_EQ(get_page(tier, 1, 12'000), TierStatus::kOk);
 }
 
-TEST(RetainingFileTier, DeletesTheFilesOfAnEarlierOne) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTierOptions options = small_tier(folder, &ops);
+TEST_F(RetainingFileTier, DeletesTheFilesOfAnEarlierOne) {
   {
-    FileTier tier(options);
+    options_.retain = false;
+    FileTier tier(options_);
     ASSERT_EQ(put_page(tier, 1, 12'000), TierStatus::kOk);
   }
-  ASSERT_FALSE(folder.segments().empty());
-  options.retain = true;
-  const FileTier tier(options);
-  EXPECT_TRUE(folder.segments().empty());
+  ASSERT_FALSE(folder_.segments().empty());
+  options_.retain = true;
+  const FileTier tier(options_);
+  EXPECT_TRUE(folder_.segments().empty());
 }
 
-TEST(RetainingFileTier, MovesPagesTogetherWhereOthersWereRemoved) {
+TEST_F(RetainingFileTier, MovesPagesTogetherWhereOthersWereRemoved) {
   for (const std::uint64_t seed : {1U, 2U, 3U}) {
     const TestFolder folder;
     FaultOps ops;
@@ -118,18 +122,14 @@ TEST(RetainingFileTier, MovesPagesTogetherWhereOthersWereRemoved) {
   }
 }
 
-TEST(RetainingFileTier, RemovedPagesMakeRoomWhileTheDiskHangs) {
-  const TestFolder folder;
+TEST_F(RetainingFileTier, RemovedPagesMakeRoomWhileTheDiskHangs) {
   Gate gate;
-  FaultOps ops;
-  FileTierOptions options = small_tier(folder, &ops);
-  options.num_channels = 1;
-  options.retain = true;
-  FileTier tier(options);
+  options_.num_channels = 1;
+  FileTier tier(options_);
   ASSERT_EQ(put_page(tier, 1, 12'000), TierStatus::kOk);
   ASSERT_EQ(put_page(tier, 2, 12'000), TierStatus::kOk);
   std::promise<bool> reading;
-  ops.on_read([&](int, auto, auto) -> FaultOps::Result {
+  ops_.on_read([&](int, auto, auto) -> FaultOps::Result {
     reading.set_value(true);
     gate.pass();
     return std::nullopt;
@@ -146,41 +146,31 @@ TEST(RetainingFileTier, RemovedPagesMakeRoomWhileTheDiskHangs) {
   EXPECT_EQ(read.get(), TierStatus::kOk);
 }
 
-TEST(RetainingFileTier, LosesNothingWhenPagesCannotBeMoved) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTierOptions options = small_tier(folder, &ops);
-  options.capacity_bytes = 3 * options.segment_bytes;
-  options.retain = true;
-  FileTier tier(options);
-  std::uint64_t next = 0;
-  while (put_page(tier, next, 12'000) == TierStatus::kOk) ++next;
+TEST_F(RetainingFileTier, LosesNothingWhenPagesCannotBeMoved) {
+  FileTier tier(options_);
+  const std::uint64_t next = fill(tier);
   std::vector<PageKey> keys;
   for (std::uint64_t id = 0; id < next; id += 2) keys.push_back(key_of(id));
   tier.remove(keys, kForever);
 
   // The first page is moved, and no other.
-  ops.on_write([](int, std::span<const std::byte>, std::uint64_t at) -> FaultOps::Result {
+  ops_.on_write([](int, std::span<const std::byte>, std::uint64_t at) -> FaultOps::Result {
     if (at > 4096) return FaultOps::error(ENOSPC);
     return std::nullopt;
   });
   EXPECT_EQ(put_page(tier, 1000, 12'000), TierStatus::kFull);
-  ops.on_write({});
+  ops_.on_write({});
   for (std::uint64_t id = 1; id < next; id += 2) {
     EXPECT_EQ(get_page(tier, id, 12'000), TierStatus::kOk) << "page " << id;
   }
   EXPECT_EQ(put_page(tier, 1000, 12'000), TierStatus::kOk);
 }
 
-TEST(RetainingFileTier, KeepsAPageThatTheDiskDidNotRead) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTierOptions options = small_tier(folder, &ops);
-  options.retain = true;
-  FileTier tier(options);
+TEST_F(RetainingFileTier, KeepsAPageThatTheDiskDidNotRead) {
+  FileTier tier(options_);
   ASSERT_THAT(put_pages(tier, {1, 2}, 12'000), Each(TierStatus::kOk));
   std::atomic<bool> failed = false;
-  ops.on_read([&](int, auto, auto) -> FaultOps::Result {
+  ops_.on_read([&](int, auto, auto) -> FaultOps::Result {
     if (failed.exchange(true)) return std::nullopt;
     return FaultOps::error(EIO);
   });
@@ -189,15 +179,9 @@ TEST(RetainingFileTier, KeepsAPageThatTheDiskDidNotRead) {
   EXPECT_THAT(get_pages(tier, {1, 2}, 12'000), Each(TierStatus::kOk));
 }
 
-TEST(RetainingFileTier, LosesNothingWhenPagesThatAreToBeMovedCannotBeRead) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTierOptions options = small_tier(folder, &ops);
-  options.capacity_bytes = 3 * options.segment_bytes;
-  options.retain = true;
-  FileTier tier(options);
-  std::uint64_t next = 0;
-  while (put_page(tier, next, 12'000) == TierStatus::kOk) ++next;
+TEST_F(RetainingFileTier, LosesNothingWhenPagesThatAreToBeMovedCannotBeRead) {
+  FileTier tier(options_);
+  const std::uint64_t next = fill(tier);
   std::vector<std::uint64_t> removed;
   std::vector<std::uint64_t> left;
   for (std::uint64_t id = 0; id < next; ++id) (id % 2 == 0 ? removed : left).push_back(id);
@@ -205,35 +189,29 @@ TEST(RetainingFileTier, LosesNothingWhenPagesThatAreToBeMovedCannotBeRead) {
 
   // The second page of the sparsest segment.
   std::atomic<int> reads = 0;
-  ops.on_read([&](int, auto, auto) -> FaultOps::Result {
+  ops_.on_read([&](int, auto, auto) -> FaultOps::Result {
     if (reads++ != 1) return std::nullopt;
     return FaultOps::error(EIO);
   });
   EXPECT_EQ(put_page(tier, 1000, 12'000), TierStatus::kUnavailable);
-  ops.on_read({});
+  ops_.on_read({});
   EXPECT_THAT(get_pages(tier, left, 12'000), Each(TierStatus::kOk));
   // The pages of the other segment are moved instead.
   EXPECT_EQ(put_page(tier, 1000, 12'000), TierStatus::kOk);
   EXPECT_THAT(get_pages(tier, left, 12'000), Each(TierStatus::kOk));
-  EXPECT_EQ(kvtier::testing::open_segments(folder.tier()).size(), 2U);
+  EXPECT_EQ(kvtier::testing::open_segments(folder_.tier()).size(), 2U);
   EXPECT_EQ(tier.stats().evicted, 0U);
 }
 
-TEST(RetainingFileTier, SyncsNothing) {
-  const TestFolder folder;
-  FaultOps ops;
+TEST_F(RetainingFileTier, SyncsNothing) {
   std::atomic<int> syncs = 0;
-  ops.on_sync([&]() -> FaultOps::Result {
+  ops_.on_sync([&]() -> FaultOps::Result {
     ++syncs;
     return std::nullopt;
   });
-  FileTierOptions options = small_tier(folder, &ops);
-  options.capacity_bytes = 3 * options.segment_bytes;
-  options.retain = true;
   {
-    FileTier tier(options);
-    std::uint64_t next = 0;
-    while (put_page(tier, next, 12'000) == TierStatus::kOk) ++next;
+    FileTier tier(options_);
+    const std::uint64_t next = fill(tier);
     std::vector<std::uint64_t> removed;
     for (std::uint64_t id = 0; id < next; id += 2) removed.push_back(id);
     remove_pages(tier, removed);
@@ -242,21 +220,29 @@ TEST(RetainingFileTier, SyncsNothing) {
   EXPECT_EQ(syncs, 0);
 }
 
-TEST(RetainingFileTier, HasAsMuchRoomAsItSays) {
-  const TestFolder folder;
-  FileTierOptions options = small_tier(folder);
+TEST_F(RetainingFileTier, HasAsMuchRoomAsItSays) {
+  FileTierOptions options = small_tier(folder_);
   options.capacity_bytes = 5 * options.segment_bytes + 4096;
   for (const bool retain : {true, false}) {
     options.retain = retain;
-    EXPECT_EQ(capacity_pages(options, 12'000), (retain ? 4U : 5U) * 15U);
-    EXPECT_EQ(capacity_pages(options, 12'288), (retain ? 4U : 5U) * 15U);
-    EXPECT_EQ(capacity_pages(options, 12'289), (retain ? 4U : 5U) * 12U);
+    EXPECT_EQ(page_room(options, 12'000).most, (retain ? 4U : 5U) * 15U);
+    EXPECT_EQ(page_room(options, 12'288).most, (retain ? 4U : 5U) * 15U);
+    EXPECT_EQ(page_room(options, 12'289).most, (retain ? 4U : 5U) * 12U);
+    EXPECT_EQ(page_room(options, 12'000).sure, retain ? 4 * 12U : 5 * 15U);
   }
   options.retain = true;
   FileTier tier(options);
-  std::uint64_t stored = 0;
-  while (put_page(tier, stored, 12'000) == TierStatus::kOk) ++stored;
-  EXPECT_EQ(stored, capacity_pages(options, 12'000));
+  const std::uint64_t stored = fill(tier);
+  EXPECT_EQ(stored, page_room(options, 12'000).most);
+
+  // The most that can be removed of each segment while its pages are not worth a move.
+  std::vector<std::uint64_t> removed;
+  for (std::uint64_t id = 0; id < stored; id += 5) removed.push_back(id);
+  remove_pages(tier, removed);
+  EXPECT_EQ(tier.stats().pages, page_room(options, 12'000).sure);
+  EXPECT_EQ(put_page(tier, stored, 12'000), TierStatus::kFull);
+  remove_pages(tier, {1});
+  EXPECT_EQ(put_page(tier, stored, 12'000), TierStatus::kOk);
 }
 
 /// A child of this process that has its descriptors, and ends with this.
@@ -285,23 +271,19 @@ class ForkedChild {
   pid_t id_ = -1;
 };
 
-TEST(RetainingFileTier, LeavesNeitherItsLockNorItsSpaceToAForkedChild) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTierOptions options = small_tier(folder, &ops);
-  options.retain = true;
-  auto tier = std::make_unique<FileTier>(options);
+TEST_F(RetainingFileTier, LeavesNeitherItsLockNorItsSpaceToAForkedChild) {
+  auto tier = std::make_unique<FileTier>(options_);
   ASSERT_EQ(put_page(*tier, 1, 12'000), TierStatus::kOk);
   const ForkedChild child;
   ASSERT_GT(child.id(), 0);
-  const auto files = kvtier::testing::open_segments(folder.tier(), std::to_string(child.id()));
+  const auto files = kvtier::testing::open_segments(folder_.tier(), std::to_string(child.id()));
   ASSERT_EQ(files.size(), 1U);
   EXPECT_GT(std::filesystem::file_size(files[0]), 0U);
   EXPECT_EQ(get_page(*tier, 1, 12'000), TierStatus::kOk);
 
   tier.reset();
   EXPECT_EQ(std::filesystem::file_size(files[0]), 0U);
-  tier = std::make_unique<FileTier>(options);
+  tier = std::make_unique<FileTier>(options_);
   EXPECT_EQ(put_page(*tier, 1, 12'000), TierStatus::kOk);
 }
 

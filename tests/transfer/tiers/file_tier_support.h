@@ -208,6 +208,14 @@ class FaultOps : public FileOps {
   Other allocate_;
 };
 
+/// A folder, and options of a tier in it whose system calls may fail.
+class FileTierTest : public ::testing::Test {
+ protected:
+  const TestFolder folder_;
+  FaultOps ops_;
+  FileTierOptions options_ = small_tier(folder_, &ops_);
+};
+
 /// Holds threads back until it is opened.
 class Gate {
  public:

@@ -118,16 +118,13 @@ TEST_P(FileTierModes, SaysHowItsBytesTravel) {
 }
 
 // A file system that takes the flag and refuses the transfer.
-TEST(FileTier, FallsBackToBufferedTransfers) {
-  const TestFolder folder;
-  FaultOps ops;
-  ops.on_write([](int fd, auto, auto) -> FaultOps::Result {
+TEST_F(FileTierTest, FallsBackToBufferedTransfers) {
+  ops_.on_write([](int fd, auto, auto) -> FaultOps::Result {
     if ((::fcntl(fd, F_GETFL) & O_DIRECT) == 0) return std::nullopt;
     return FaultOps::error(EINVAL);
   });
-  FileTierOptions options = small_tier(folder, &ops);
-  options.direct = true;
-  FileTier tier(options);
+  options_.direct = true;
+  FileTier tier(options_);
   EXPECT_THAT(tier.describe(), HasSubstr("buffered: O_DIRECT is refused (Invalid argument)"));
   EXPECT_EQ(put_page(tier, 1, 5000), TierStatus::kOk);
   EXPECT_EQ(get_page(tier, 1, 5000), TierStatus::kOk);
@@ -143,13 +140,12 @@ void expect_refused(const FileTierOptions& options, ErrorCode code, const std::s
   }
 }
 
-TEST(FileTier, RefusesOptionsThatCannotBe) {
-  const TestFolder folder;
+TEST_F(FileTierTest, RefusesOptionsThatCannotBe) {
   const auto refused = [&](auto change, const std::string& text) {
-    FileTierOptions options = small_tier(folder);
+    FileTierOptions options = small_tier(folder_);
     change(options);
     expect_refused(options, ErrorCode::kInvalidArgument, text);
-    EXPECT_FALSE(std::filesystem::exists(folder.tier()));
+    EXPECT_FALSE(std::filesystem::exists(folder_.tier()));
   };
   refused([](auto& o) { o.folder.clear(); }, "folder: expected a path, found none");
   refused([](auto& o) { o.segment_bytes += 512; }, "expected a multiple of 4096, found 262656");
@@ -163,9 +159,8 @@ TEST(FileTier, RefusesOptionsThatCannotBe) {
   refused([](auto& o) { o.num_channels = 65; }, "num_channels: expected 1 to 64, found 65");
 }
 
-TEST(FileTier, RefusesPagesThatAreEmptyOrTooLargeAndChangesNothing) {
-  const TestFolder folder;
-  FileTier tier(small_tier(folder));
+TEST_F(FileTierTest, RefusesPagesThatAreEmptyOrTooLargeAndChangesNothing) {
+  FileTier tier(small_tier(folder_));
   EXPECT_EQ(tier.max_page_bytes(), 64 * kKiB);
   EXPECT_EQ(put_page(tier, 1, 64 * kKiB), TierStatus::kOk);
   for (const std::size_t size : {std::size_t{0}, 64 * kKiB + 1}) {
@@ -175,45 +170,40 @@ TEST(FileTier, RefusesPagesThatAreEmptyOrTooLargeAndChangesNothing) {
   EXPECT_EQ(tier.stats().pages, 1U);
 }
 
-TEST(FileTier, RefusesAFolderThatIsInUse) {
-  const TestFolder folder;
-  FileTier tier(small_tier(folder));
+TEST_F(FileTierTest, RefusesAFolderThatIsInUse) {
+  FileTier tier(small_tier(folder_));
   EXPECT_EQ(put_page(tier, 1, 100), TierStatus::kOk);
-  expect_refused(small_tier(folder), ErrorCode::kFailedPrecondition,
+  expect_refused(small_tier(folder_), ErrorCode::kFailedPrecondition,
                  "found it locked by process " + std::to_string(::getpid()));
   EXPECT_EQ(get_page(tier, 1, 100), TierStatus::kOk);
 }
 
-TEST(FileTier, MakesItsFolderForItsUserOnly) {
-  const TestFolder folder;
-  { const FileTier tier(small_tier(folder)); }
+TEST_F(FileTierTest, MakesItsFolderForItsUserOnly) {
+  { const FileTier tier(small_tier(folder_)); }
   struct stat status {};
-  ASSERT_EQ(::stat(folder.tier().c_str(), &status), 0);
+  ASSERT_EQ(::stat(folder_.tier().c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 07777U, 0700U);
 }
 
-TEST(FileTier, RefusesAFolderThatOthersMayEnter) {
-  const TestFolder folder;
-  ASSERT_EQ(::mkdir(folder.tier().c_str(), 0700), 0);
-  ASSERT_EQ(::chmod(folder.tier().c_str(), 0710), 0);
-  expect_refused(small_tier(folder), ErrorCode::kFailedPrecondition,
+TEST_F(FileTierTest, RefusesAFolderThatOthersMayEnter) {
+  ASSERT_EQ(::mkdir(folder_.tier().c_str(), 0700), 0);
+  ASSERT_EQ(::chmod(folder_.tier().c_str(), 0710), 0);
+  expect_refused(small_tier(folder_), ErrorCode::kFailedPrecondition,
                  "expected permission 0700, found 0710");
-  EXPECT_TRUE(std::filesystem::is_empty(folder.tier()));
+  EXPECT_TRUE(std::filesystem::is_empty(folder_.tier()));
 }
 
-TEST(FileTier, RefusesAFileAndAFolderThatCannotBeMade) {
-  const TestFolder folder;
-  std::ofstream(folder.tier()) << "a file";
-  expect_refused(small_tier(folder), ErrorCode::kFailedPrecondition, "expected a folder");
-  FileTierOptions options = small_tier(folder);
-  options.folder = folder.tier() / "below";
+TEST_F(FileTierTest, RefusesAFileAndAFolderThatCannotBeMade) {
+  std::ofstream(folder_.tier()) << "a file";
+  expect_refused(small_tier(folder_), ErrorCode::kFailedPrecondition, "expected a folder");
+  FileTierOptions options = small_tier(folder_);
+  options.folder = folder_.tier() / "below";
   expect_refused(options, ErrorCode::kUnavailable, "cannot be made: Not a directory");
 }
 
-TEST(FileTier, APageOfAnotherSizeTakesThePlaceOfTheOld) {
-  const TestFolder folder;
+TEST_F(FileTierTest, APageOfAnotherSizeTakesThePlaceOfTheOld) {
   {
-    FileTier tier(small_tier(folder));
+    FileTier tier(small_tier(folder_));
     EXPECT_EQ(put_page(tier, 1, 5000), TierStatus::kOk);
     EXPECT_EQ(put_page(tier, 1, 9000), TierStatus::kOk);
     EXPECT_EQ(put_page(tier, 2, 100), TierStatus::kOk);
@@ -221,25 +211,24 @@ TEST(FileTier, APageOfAnotherSizeTakesThePlaceOfTheOld) {
     EXPECT_EQ(get_page(tier, 1, 9000), TierStatus::kOk);
     remove_pages(tier, {1});
   }
-  FileTier tier(small_tier(folder));
+  FileTier tier(small_tier(folder_));
   EXPECT_EQ(get_page(tier, 1, 5000), TierStatus::kMiss);
   EXPECT_EQ(get_page(tier, 1, 9000), TierStatus::kMiss);
   EXPECT_EQ(get_page(tier, 2, 100), TierStatus::kOk);
 }
 
-TEST(FileTier, RemovedPagesStayAwayAfterARestart) {
-  const TestFolder folder;
+TEST_F(FileTierTest, RemovedPagesStayAwayAfterARestart) {
   const auto ids = ids_from(0, 50);
   const auto gone = ids_from(10, 20);
   {
-    FileTier tier(small_tier(folder));
+    FileTier tier(small_tier(folder_));
     EXPECT_THAT(put_pages(tier, ids, 5000), Each(TierStatus::kOk));
     remove_pages(tier, gone);  // more than there are slots
     remove_pages(tier, {10, 999});
     EXPECT_EQ(tier.stats().removed, 20U);
     EXPECT_EQ(tier.stats().pages, 30U);
   }
-  FileTier tier(small_tier(folder));
+  FileTier tier(small_tier(folder_));
   EXPECT_EQ(tier.stats().pages, 30U);
   EXPECT_THAT(get_pages(tier, gone, 5000), Each(TierStatus::kMiss));
   EXPECT_THAT(get_pages(tier, ids_from(30, 20), 5000), Each(TierStatus::kOk));
@@ -251,15 +240,12 @@ std::uint64_t disk_bytes(const TestFolder& folder) {
   return sum;
 }
 
-TEST(FileTier, DropsTheOldestSegmentsAtItsCapacity) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTierOptions options = small_tier(folder, &ops);
-  options.capacity_bytes = 4 * options.segment_bytes;
-  FileTier tier(options);
+TEST_F(FileTierTest, DropsTheOldestSegmentsAtItsCapacity) {
+  options_.capacity_bytes = 4 * options_.segment_bytes;
+  FileTier tier(options_);
   for (std::uint64_t id = 0; id < 200; ++id) {
     ASSERT_EQ(put_page(tier, id, 12'000), TierStatus::kOk);
-    ASSERT_LE(disk_bytes(folder), options.capacity_bytes);
+    ASSERT_LE(disk_bytes(folder_), options_.capacity_bytes);
   }
   const TierStats stats = tier.stats();
   EXPECT_EQ(stats.pages, 200 - stats.evicted);
@@ -270,12 +256,9 @@ TEST(FileTier, DropsTheOldestSegmentsAtItsCapacity) {
   EXPECT_THAT(get_pages(tier, ids_from(0, 200 - stats.pages), 12'000), Each(TierStatus::kMiss));
 }
 
-TEST(FileTier, KeepsSegmentsThatAreRead) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTierOptions options = small_tier(folder, &ops);
-  options.capacity_bytes = 4 * options.segment_bytes;
-  FileTier tier(options);
+TEST_F(FileTierTest, KeepsSegmentsThatAreRead) {
+  options_.capacity_bytes = 4 * options_.segment_bytes;
+  FileTier tier(options_);
   for (std::uint64_t id = 0; id < 200; ++id) {
     ASSERT_EQ(put_page(tier, id, 12'000), TierStatus::kOk);
     ASSERT_EQ(get_page(tier, 3, 12'000), id < 3 ? TierStatus::kMiss : TierStatus::kOk) << id;
@@ -283,12 +266,9 @@ TEST(FileTier, KeepsSegmentsThatAreRead) {
   EXPECT_GT(tier.stats().evicted, 0U);
 }
 
-TEST(FileTier, DropsSegmentsWithoutPagesFirst) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTierOptions options = small_tier(folder, &ops);
-  options.capacity_bytes = 4 * options.segment_bytes;
-  FileTier tier(options);
+TEST_F(FileTierTest, DropsSegmentsWithoutPagesFirst) {
+  options_.capacity_bytes = 4 * options_.segment_bytes;
+  FileTier tier(options_);
   EXPECT_THAT(put_pages(tier, ids_from(0, 60), 12'000), Each(TierStatus::kOk));  // four segments
   remove_pages(tier, ids_from(30, 15));                                          // the third
   EXPECT_THAT(put_pages(tier, ids_from(60, 15), 12'000), Each(TierStatus::kOk));
@@ -296,24 +276,20 @@ TEST(FileTier, DropsSegmentsWithoutPagesFirst) {
   EXPECT_THAT(get_pages(tier, ids_from(0, 30), 12'000), Each(TierStatus::kOk));
 }
 
-TEST(FileTier, AfterARestartItKeepsToASmallerCapacity) {
-  const TestFolder folder;
-  FaultOps ops;
-  FileTierOptions options = small_tier(folder, &ops);
+TEST_F(FileTierTest, AfterARestartItKeepsToASmallerCapacity) {
   {
-    FileTier tier(options);
+    FileTier tier(options_);
     EXPECT_THAT(put_pages(tier, ids_from(0, 100), 12'000), Each(TierStatus::kOk));
   }
-  options.capacity_bytes = 2 * options.segment_bytes;
-  FileTier tier(options);
-  EXPECT_LE(disk_bytes(folder), options.capacity_bytes);
+  options_.capacity_bytes = 2 * options_.segment_bytes;
+  FileTier tier(options_);
+  EXPECT_LE(disk_bytes(folder_), options_.capacity_bytes);
   EXPECT_EQ(tier.stats().pages, 100 - tier.stats().evicted);
   EXPECT_EQ(get_page(tier, 99, 12'000), TierStatus::kOk);
 }
 
-TEST(FileTier, AfterADeadlineNothingIsStarted) {
-  const TestFolder folder;
-  FileTier tier(small_tier(folder));
+TEST_F(FileTierTest, AfterADeadlineNothingIsStarted) {
+  FileTier tier(small_tier(folder_));
   EXPECT_EQ(put_page(tier, 1, 100), TierStatus::kOk);
   for (const auto past : {PageTier::Deadline::min(), std::chrono::steady_clock::now()}) {
     EXPECT_EQ(put_page(tier, 2, 100, past), TierStatus::kUnavailable);
@@ -322,7 +298,7 @@ TEST(FileTier, AfterADeadlineNothingIsStarted) {
   }
   EXPECT_EQ(tier.stats().pages, 1U);
   EXPECT_EQ(put_page(tier, 3, 100), TierStatus::kOk);
-  EXPECT_EQ(folder.segments().size(), 1U);
+  EXPECT_EQ(folder_.segments().size(), 1U);
 }
 
 PageTier::Deadline soon() {
@@ -330,16 +306,13 @@ PageTier::Deadline soon() {
 }
 
 // With one slot: the call after it has to wait for the transfer that was left behind.
-TEST(FileTier, ASlowReadDoesNotOutlastTheDeadline) {
-  const TestFolder folder;
+TEST_F(FileTierTest, ASlowReadDoesNotOutlastTheDeadline) {
   Gate gate;
-  FaultOps ops;
-  FileTierOptions options = small_tier(folder, &ops);
-  options.queue_depth = 1;
-  options.num_channels = 1;
-  FileTier tier(options);
+  options_.queue_depth = 1;
+  options_.num_channels = 1;
+  FileTier tier(options_);
   EXPECT_EQ(put_page(tier, 1, 100), TierStatus::kOk);
-  ops.on_read([&](int, auto, auto) -> FaultOps::Result {
+  ops_.on_read([&](int, auto, auto) -> FaultOps::Result {
     gate.pass();
     return std::nullopt;
   });
@@ -353,12 +326,11 @@ TEST(FileTier, ASlowReadDoesNotOutlastTheDeadline) {
 }
 
 // The disk has what could not be written over, and the next start finds it.
-TEST(FileTier, RemovedPagesAreGoneWhileTheDiskHangs) {
-  const TestFolder folder;
+TEST_F(FileTierTest, RemovedPagesAreGoneWhileTheDiskHangs) {
   {
     Gate gate;
     FaultOps ops;
-    FileTierOptions options = small_tier(folder, &ops);
+    FileTierOptions options = small_tier(folder_, &ops);
     options.queue_depth = 1;
     options.num_channels = 1;
     FileTier tier(options);
@@ -380,11 +352,11 @@ TEST(FileTier, RemovedPagesAreGoneWhileTheDiskHangs) {
     EXPECT_EQ(stats.remove_failures, 2U);
     gate.open();
   }
-  const FileTier tier(small_tier(folder));
+  const FileTier tier(small_tier(folder_));
   EXPECT_EQ(tier.stats().pages, 3U);
 }
 
-TEST(FileTier, ASlowWriteDoesNotOutlastTheDeadline) {
+TEST_F(FileTierTest, ASlowWriteDoesNotOutlastTheDeadline) {
   for (const bool slow_sync : {false, true}) {
     const TestFolder folder;
     Gate gate;
