@@ -204,6 +204,8 @@ class SparseTokens {
     std::array<char, 64> chosen{};
     if (retrieval.sparsity > 0) {
       std::snprintf(chosen.data(), chosen.size(), "%gx, ", retrieval.sparsity);
+    } else if (retrieval.top_k == 0) {
+      std::snprintf(chosen.data(), chosen.size(), "e=%g, ", retrieval.error_in_force());
     } else {
       std::snprintf(chosen.data(), chosen.size(), "k %d, ", retrieval.top_k);
     }

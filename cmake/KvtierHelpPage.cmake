@@ -22,6 +22,8 @@ foreach(command IN LISTS COMMANDS)
   string(TOUPPER ${command} title)
   string(APPEND page ".SH ${title}\n.nf\n${text}\n.fi\n")
 endforeach()
+string(APPEND page ".SH EXIT STATUS\n0: success. 1: an error, printed as \"error: CODE: message\". 2: a command line that is not understood, or a value "
+  "or a file that is refused (INVALID_ARGUMENT, NOT_FOUND). docs/faq.md of the sources says more.\n.SH SEE ALSO\n.BR kvtier (1)\n")
 file(WRITE ${OUTPUT} "${page}")
 if(GZIP)
   execute_process(COMMAND ${GZIP} -9nf ${OUTPUT} COMMAND_ERROR_IS_FATAL ANY)

@@ -1,7 +1,6 @@
 #include "llama/bench.h"
 
-#include "kvtier/error.h"
-
+#include "include/types/failure.h"
 #include "include/types/host_memory.h"
 #include "llama/decoder.h"
 #include "llama/kv_store.h"
@@ -176,30 +175,29 @@ Method sparse_method(const BenchOptions& options) {
   std::vector<std::string> left_out;
   const std::vector<Method> methods = make_methods(options.retrieval, left_out);
   if (methods.size() != 1 || methods.front().dense) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "bench: expected one estimator, weighting, selection, rule, code, number of bits "
-                "and a sparsity of at least 1, "
-                "found " +
-                    std::to_string(methods.size()) + " methods or a dense one");
+    throw_invalid("bench",
+                  "one estimator, weighting, selection, rule, code, number of bits, error target "
+                  "and a sparsity of at least 1",
+                  join(methods.size(), " methods or a dense one"));
   }
   return methods.front();
 }
 
 void check(const BenchOptions& options) {
   if (options.contexts.empty()) {
-    throw Error(ErrorCode::kInvalidArgument, "--context: expected numbers of tokens, found none");
+    throw_invalid("--context", "numbers of tokens", "none");
   }
   check_writable(options.json, "--json");
   if (options.stages && options.json.empty()) {
-    throw Error(ErrorCode::kInvalidArgument, "--stages: expected --json with it, found none");
+    throw_invalid("--stages", "--json with it", "none");
   }
 }
 
 /// Throws for what only a GPU measures.
 void check_cpu(const BenchShape& shape, const BenchOptions& options) {
   const auto require = [](bool holds, const std::string& expected, const std::string& found) {
-    if (holds) return;
-    throw Error(ErrorCode::kInvalidArgument, expected + " with --backend cpu, found " + found);
+    if (!holds)
+      throw_error(ErrorCode::kInvalidArgument, expected, " with --backend cpu, found ", found);
   };
   const auto numbers = [](const std::vector<int>& values) {
     std::string text;
@@ -271,16 +269,16 @@ BenchShape bench_shape(const BenchOptions& options) {
   if (found == shapes().end()) {
     std::string names;
     for (const std::string& known : bench_shapes()) names += (names.empty() ? "" : ", ") + known;
-    throw Error(ErrorCode::kNotFound,
-                "--shape: expected one of " + names + ", found " + options.shape);
+    throw_error(ErrorCode::kNotFound, "--shape: expected one of ", names, ", found ",
+                options.shape);
   }
   const int ranks = options.tensor_parallel;
   if (ranks < 1 || found->kv_heads % ranks != 0 || found->inner % ranks != 0 ||
       found->vocabulary % ranks != 0) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "--tensor-parallel: expected a divisor of " + std::to_string(found->kv_heads) +
-                    " KV heads, of the inner columns and of the vocabulary, found " +
-                    std::to_string(ranks));
+    throw_invalid("--tensor-parallel",
+                  join("a divisor of ", found->kv_heads,
+                       " KV heads, of the inner columns and of the vocabulary"),
+                  ranks);
   }
   BenchShape shape{.model = {},
                    .experts = found->experts,
@@ -307,7 +305,7 @@ std::vector<BenchRow> bench_on_cpu(const ModelConfig& model, const BenchOptions&
   runtime.page_format = options.page_format;
   std::vector<Method> methods{sparse};
   if (options.dense) methods.insert(methods.begin(), {.dense = true, .retrieval = {}});
-  const std::string name = format("%gx, KV in host memory", sparse.sparsity);
+  const std::string name = size_text(sparse) + ", KV in host memory";
 
   std::vector<BenchRow> rows;
   for (const std::int64_t context : options.contexts) {
@@ -337,9 +335,7 @@ void run_bench(std::ostream& out, const BenchOptions& options) {
       options.backend == Backend::kCuda || (options.backend == Backend::kAuto && has_gpu_bench());
   if (!gpu) check_cpu(shape, options);
   if (gpu && options.threads != 0) {
-    throw Error(
-        ErrorCode::kInvalidArgument,
-        "--threads: expected none with --backend cuda, found " + std::to_string(options.threads));
+    throw_invalid("--threads", "none with --backend cuda", options.threads);
   }
   const std::vector<BenchRow> rows =
       gpu ? bench_on_gpu(shape, options, sparse) : bench_on_cpu(shape.model, options, sparse);

@@ -1,6 +1,6 @@
 #include "llama/blas.h"
 
-#include "kvtier/error.h"
+#include "include/types/failure.h"
 
 #include <cblas.h>
 
@@ -37,8 +37,7 @@ template <typename Function>
 void bind(Function& function, void* library, const char* name) {
   function = reinterpret_cast<Function>(dlsym(library, name));
   if (function == nullptr) {
-    throw Error(ErrorCode::kNotFound,
-                std::string("OpenBLAS: expected the function ") + name + ", found none");
+    throw_error(ErrorCode::kNotFound, "OpenBLAS: expected the function ", name, ", found none");
   }
 }
 
@@ -46,9 +45,9 @@ Functions load() {
   name_blas_kernels();
   void* library = dlopen("libopenblas.so.0", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
-    throw Error(ErrorCode::kNotFound,
-                "OpenBLAS: expected libopenblas.so.0 (--matmul cuda does without), found none: " +
-                    std::string(dlerror()));
+    throw_error(ErrorCode::kNotFound,
+                "OpenBLAS: expected libopenblas.so.0 (--matmul cuda does without), found none: ",
+                dlerror());
   }
   Functions functions;
   bind(functions.sgemm, library, "cblas_sgemm");

@@ -1,6 +1,6 @@
 #include "llama/cublas.h"
 
-#include "kvtier/error.h"
+#include "include/types/failure.h"
 
 #include <dlfcn.h>
 #include <memory>
@@ -15,15 +15,13 @@ template <typename Function>
 void bind(Function& function, void* library, const char* name) {
   function = reinterpret_cast<Function>(dlsym(library, name));
   if (function == nullptr) {
-    throw Error(ErrorCode::kNotFound,
-                std::string("cuBLAS: expected the function ") + name + ", found none");
+    throw_error(ErrorCode::kNotFound, "cuBLAS: expected the function ", name, ", found none");
   }
 }
 
 void check(int status, const char* call) {
   if (status == 0) return;
-  throw Error(ErrorCode::kInternal, std::string("cuBLAS: ") + call + ": expected status 0, found " +
-                                        std::to_string(status));
+  throw_error(ErrorCode::kInternal, "cuBLAS: ", call, ": expected status 0, found ", status);
 }
 
 void* open_library(const std::string& directory) {
@@ -33,10 +31,10 @@ void* open_library(const std::string& directory) {
     if (void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return library;
     tried += (tried.empty() ? "" : "; ") + std::string(dlerror());
   }
-  throw Error(ErrorCode::kNotFound,
+  throw_error(ErrorCode::kNotFound,
               "cuBLAS: expected libcublas.so.13 or .12 (--cuda-libs names its folder, --matmul cpu "
-              "does without), found none: " +
-                  tried);
+              "does without), found none: ",
+              tried);
 }
 
 }  // namespace

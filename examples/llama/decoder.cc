@@ -1,6 +1,6 @@
 #include "llama/decoder.h"
 
-#include "kvtier/error.h"
+#include "include/types/failure.h"
 
 #include <algorithm>
 #include <cmath>
@@ -118,9 +118,8 @@ void Decoder::prefill(KvSession& session, std::span<const std::int32_t> tokens,
   check_tokens(tokens);
   for (int layer = 0; layer < config_.layers; ++layer) {
     if (session.length(layer) != 0) {
-      throw Error(ErrorCode::kFailedPrecondition, "prefill: expected an empty session, found " +
-                                                      std::to_string(session.length(layer)) +
-                                                      " tokens");
+      throw_error(ErrorCode::kFailedPrecondition, "prefill: expected an empty session, found ",
+                  session.length(layer), " tokens");
     }
   }
   if (tokens.empty()) return;
@@ -262,9 +261,7 @@ Buffer Decoder::rope_table(std::int64_t first, std::int64_t tokens) {
 void Decoder::check_tokens(std::span<const std::int32_t> tokens) const {
   for (const std::int32_t token : tokens) {
     if (token < 0 || token >= config_.vocab_size) {
-      throw Error(ErrorCode::kInvalidArgument, "token: expected 0 to " +
-                                                   std::to_string(config_.vocab_size - 1) +
-                                                   ", found " + std::to_string(token));
+      throw_invalid("token", join("0 to ", config_.vocab_size - 1), token);
     }
   }
 }

@@ -1,7 +1,6 @@
 #include "llama/eval.h"
 
-#include "kvtier/error.h"
-
+#include "include/types/failure.h"
 #include "include/types/log_sum_exp.h"
 #include "llama/threads.h"
 
@@ -252,14 +251,11 @@ EvalResult evaluate(Decoder& decoder, const TaskFile& tasks, const EvalOptions& 
     longest = std::max(longest, cases.back().length);
     const std::int64_t there = cases.back().sequences - options.first_sequence;
     if (options.first_sequence < 0 || there < 1) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  "--first-sequence: expected 0 to " + std::to_string(cases.back().sequences - 1) +
-                      " of " + name + ", found " + std::to_string(options.first_sequence));
+      throw_invalid("--first-sequence", join("0 to ", cases.back().sequences - 1, " of ", name),
+                    options.first_sequence);
     }
     if (options.sequences < 1 || options.sequences > there) {
-      throw Error(ErrorCode::kInvalidArgument, "--sequences: expected 1 to " +
-                                                   std::to_string(there) + " of " + name +
-                                                   ", found " + std::to_string(options.sequences));
+      throw_invalid("--sequences", join("1 to ", there, " of ", name), options.sequences);
     }
   }
   const Config config = engine_config(decoder.config(), options.runtime, methods, longest);

@@ -1,6 +1,6 @@
 #include "llama/generate.h"
 
-#include "kvtier/error.h"
+#include "include/types/failure.h"
 
 #include <algorithm>
 #include <charconv>
@@ -14,8 +14,8 @@ std::vector<std::int32_t> parse_ids(const std::string& text) {
   if (text.starts_with('@')) {
     std::ifstream file(text.substr(1));
     if (file.peek(); file.bad() || !file.is_open()) {
-      throw Error(ErrorCode::kNotFound,
-                  "--prompt-ids: expected a readable file, found " + text.substr(1));
+      throw_error(ErrorCode::kNotFound, "--prompt-ids: expected a readable file, found ",
+                  text.substr(1));
     }
     list.assign(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
   }
@@ -26,15 +26,12 @@ std::vector<std::int32_t> parse_ids(const std::string& text) {
     std::int32_t id = 0;
     const auto [stop, error] = std::from_chars(list.data() + at, list.data() + end, id);
     if (error != std::errc() || stop != list.data() + end || id < 0) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  "--prompt-ids: expected token ids, found \"" + list.substr(at, end - at) + "\"");
+      throw_invalid("--prompt-ids", "token ids", '"' + list.substr(at, end - at) + '"');
     }
     ids.push_back(id);
     at = list.find_first_not_of(kSeparators, end);
   }
-  if (ids.empty()) {
-    throw Error(ErrorCode::kInvalidArgument, "--prompt-ids: expected at least one id, found none");
-  }
+  if (ids.empty()) throw_invalid("--prompt-ids", "at least one id", "none");
   return ids;
 }
 
@@ -42,10 +39,7 @@ std::vector<std::int32_t> generate(Decoder& decoder, const GenerateOptions& opti
                                    const std::function<void(std::int32_t)>& on_token) {
   const std::int64_t last = decoder.config().vocab_size - 1;
   for (const std::int32_t id : options.prompt) {
-    if (id >= 0 && id <= last) continue;
-    throw Error(ErrorCode::kInvalidArgument, "--prompt-ids: expected ids of 0 to " +
-                                                 std::to_string(last) + ", found " +
-                                                 std::to_string(id));
+    if (id < 0 || id > last) throw_invalid("--prompt-ids", join("ids of 0 to ", last), id);
   }
   const auto prompt = static_cast<std::int64_t>(options.prompt.size());
   Method method = options.method;

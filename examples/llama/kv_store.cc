@@ -1,7 +1,6 @@
 #include "llama/kv_store.h"
 
-#include "kvtier/error.h"
-
+#include "include/types/failure.h"
 #include "llama/runtime_options.h"
 
 #include <climits>
@@ -9,36 +8,16 @@
 #include <array>
 #include <dlfcn.h>
 #include <unistd.h>
-#include <utility>
 
 namespace kvtier::llama {
 namespace {
-
-class OwnedSession final : public KvSession {
- public:
-  explicit OwnedSession(Session session) : session_(std::move(session)), view_(session_) {}
-  void append(int layer, const TensorView& keys, const TensorView& values,
-              StreamRef stream) override {
-    view_.append(layer, keys, values, stream);
-  }
-  void decode(int layer, const DecodeInputs& inputs, const AttendOutputs& outputs, StreamRef stream,
-              const AttendOptions& options) override {
-    view_.decode(layer, inputs, outputs, stream, options);
-  }
-  void truncate(std::int64_t tokens) override { view_.truncate(tokens); }
-  [[nodiscard]] std::int64_t length(int layer) const override { return view_.length(layer); }
-  [[nodiscard]] std::int64_t length() const override { return view_.length(); }
-
- private:
-  Session session_;
-  EmbeddedSession view_;
-};
 
 class EmbeddedStore final : public KvStore {
  public:
   explicit EmbeddedStore(const Config& config) : engine_(config) {}
   std::unique_ptr<KvSession> open(std::int64_t capacity_tokens) override {
-    return std::make_unique<OwnedSession>(engine_.open({.capacity_tokens = capacity_tokens}));
+    return std::make_unique<EmbeddedSession<Session>>(
+        engine_.open({.capacity_tokens = capacity_tokens}));
   }
   [[nodiscard]] std::string place() const override { return backend_name(engine_.backend()); }
   [[nodiscard]] Stats stats() const override { return engine_.stats(); }
@@ -67,8 +46,8 @@ MakeRemote load_remote() {
     if (module == nullptr) module = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   }
   if (module == nullptr) {
-    throw Error(ErrorCode::kUnimplemented, "--kv: expected " + std::string(kModule) +
-                                               " beside the program, found: " + ::dlerror());
+    throw_error(ErrorCode::kUnimplemented, "--kv: expected ", kModule,
+                " beside the program, found: ", ::dlerror());
   }
   return reinterpret_cast<MakeRemote>(::dlsym(module, "kvtier_llama_make_remote_store"));
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 namespace kvtier::llama {
 
@@ -32,10 +33,11 @@ class KvStore {
   [[nodiscard]] virtual Stats stats() const = 0;
 };
 
-/// A session of this process, which must outlive the object.
+/// A session of this process: held, or, by a reference, one that outlives the object.
+template <typename Held>
 class EmbeddedSession final : public KvSession {
  public:
-  explicit EmbeddedSession(Session& session) : session_(session) {}
+  explicit EmbeddedSession(Held session) : session_(std::forward<Held>(session)) {}
   void append(int layer, const TensorView& keys, const TensorView& values,
               StreamRef stream) override {
     session_.append(layer, keys, values, stream);
@@ -49,8 +51,9 @@ class EmbeddedSession final : public KvSession {
   [[nodiscard]] std::int64_t length() const override { return session_.length(); }
 
  private:
-  Session& session_;
+  Held session_;
 };
+EmbeddedSession(Session&)->EmbeddedSession<Session&>;
 
 /// Returns a store for sessions of `config`: an engine of this process, or, unless `server` is
 /// empty, the server of that address ("unix:PATH"). Throws what `Engine` throws; `kUnimplemented`

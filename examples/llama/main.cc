@@ -1,6 +1,6 @@
-#include "kvtier/error.h"
 #include "kvtier/version.h"
 
+#include "include/types/failure.h"
 #include "llama/bench.h"
 #include "llama/eval.h"
 #include "llama/generate.h"
@@ -12,6 +12,7 @@
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <iostream>
 #include <optional>
@@ -24,17 +25,25 @@ using namespace kvtier::llama;     // NOLINT(google-build-using-namespace)
 using namespace kvtier::services;  // NOLINT(google-build-using-namespace): its command line
 
 struct Arguments {
-  std::string model, tasks, json, logits, prompt, task, trace;
+  std::string model, tasks, json, logits, prompt, trace;
   std::string matmul = "cpu";
-  std::string kv_dtype = "model";
   std::string cuda_libs;
   EvalOptions eval;
   std::int64_t max_tokens = 32;
   std::optional<double> sparsity;
   RecordOptions record;
   BenchOptions bench;
-  int layer = -1;
 };
+
+// Of bench.
+constexpr std::array<std::pair<std::string_view, PageFormat>, 3> kBenchFormats{
+    {{"model", PageFormat::kModel}, {"bf16", PageFormat::kModel}, {"int8", PageFormat::kInt8}}};
+constexpr std::array<std::pair<std::string_view, KvPlacement>, 2> kPlacements{
+    {{"device", KvPlacement::kDevice}, {"host", KvPlacement::kHost}}};
+constexpr std::array<std::pair<std::string_view, HostAllocation>, 3> kBenchAllocations{
+    {{"auto", HostAllocation::kAuto},
+     {"managed", HostAllocation::kManaged},
+     {"registered", HostAllocation::kRegistered}}};
 
 /// Adds an option that takes numbers of tokens, such as 32K.
 template <typename Number>
@@ -59,9 +68,8 @@ void add_runtime(CLI::App& app, Arguments& a) {
                  "Share of these pages that memory holds, such as 50%; the others: --disk-cache");
   app.add_option("--disk-cache", runtime.disk_cache,
                  "Folder of this program alone for pages that find no room in memory");
-  app.add_option("--kv-dtype", a.kv_dtype, "Rows in pages: model (bf16) or int8")
-      ->check(one_of({"model", "int8"}))
-      ->capture_default_str();
+  add_named(app, "--kv-dtype", kPageFormatNames, runtime.page_format,
+            "Rows in pages: model (bf16) or int8 (default model)");
   app.add_option("--memcached", runtime.remote.memcached,
                  "HOST:PORT,... or unix:PATH of memcached servers that keep copies of its pages")
       ->delimiter(',');
@@ -82,11 +90,17 @@ void add_kv(CLI::App& app, Arguments& a) {
   }
 }
 
-/// Presets have a row of their own error target. An error target that is given without a sparsity
-/// is all that sizes a selection.
-void set_error_rows(const CLI::App& eval, RetrievalOptions& retrieval) {
-  if (!retrieval.presets.empty()) retrieval.error_rows = ErrorRows::kBeside;
-  const bool alone = eval.count("--error-target") > 0 && eval.count("--sparsity") == 0;
+/// Presets of `eval` have a row of their own error target. An error target that is given without a
+/// sparsity and without a k is all that sizes a selection.
+void set_error_rows(const CLI::App& app, RetrievalOptions& retrieval) {
+  const auto given = [&app](const char* name) {
+    const CLI::Option* const option = app.get_option_no_throw(name);
+    return option != nullptr && option->count() > 0;
+  };
+  if (app.get_name() == "eval" && !retrieval.presets.empty()) {
+    retrieval.error_rows = ErrorRows::kBeside;
+  }
+  const bool alone = given("--error-target") && !given("--sparsity") && !given("--k");
   const auto aims = [](double target) { return target != 0.0; };
   if (alone && std::ranges::all_of(retrieval.error_targets, aims)) {
     retrieval.error_rows = ErrorRows::kInstead;
@@ -96,18 +110,7 @@ void set_error_rows(const CLI::App& eval, RetrievalOptions& retrieval) {
 void add_retrieval(CLI::App& app, RetrievalOptions& retrieval) {
   RetrievalConfig& shared = retrieval.shared;
   app.add_option("--bits", retrieval.bits, kBitsText)->delimiter(',');
-  app.add_option("--error-target", retrieval.error_targets, kErrorTargetText)
-      ->delimiter(',')
-      ->capture_default_str();
-  CLI::Option* coarse_bits =
-      app.add_option("--coarse-bits", retrieval.coarse_bits,
-                     "Of priority over a scalar code: bits of a coordinate that are read of every "
-                     "token; 0: all")
-          ->capture_default_str();
-  add_tokens(app, "--candidates", retrieval.candidates,
-             "With --coarse-bits: tokens over k whose whole code is read", 0)
-      ->needs(coarse_bits)
-      ->capture_default_str();
+  add_priority(app, retrieval.error_targets, retrieval.coarse_bits, retrieval.candidates);
   app.add_option("--planes-per-table", shared.planes_per_table, "P of the collision estimators")
       ->capture_default_str();
   app.add_option("--tables", shared.tables, "L of the collision estimators")->capture_default_str();
@@ -129,12 +132,8 @@ void add_retrieval(CLI::App& app, RetrievalOptions& retrieval) {
           ->delimiter(',')
           ->check(one_of({"default", "socket"}));
   app.final_callback([&app, &retrieval] {
-    std::vector<Estimator> estimators;
-    for (const auto& [name, estimator] : kEstimatorNames) {
-      if (std::ranges::count(retrieval.estimators, name) > 0) estimators.push_back(estimator);
-    }
-    check_estimator_options(app, estimators);
-    if (app.get_name() == "eval") set_error_rows(app, retrieval);
+    check_estimator_options(app, retrieval.estimators);
+    if (app.get_name() != "generate") set_error_rows(app, retrieval);
   });
   for (const char* own :
        {"--estimator", "--value-weighting", "--selection", "--rule", "--code", "--bits",
@@ -146,17 +145,15 @@ void add_retrieval(CLI::App& app, RetrievalOptions& retrieval) {
 
 /// The only estimator, weighting, selection, rule and code of a run.
 void add_single(CLI::App& app, RetrievalOptions& retrieval) {
-  const auto add = [&app](const char* flag, const auto& names, std::vector<std::string>& to) {
-    app.add_option_function<std::string>(
-           flag, [&to](const std::string& name) { to = {name}; }, "As of eval")
-        ->check(one_of(names_in(names)))
-        ->default_str(to.empty() ? "" : to.front());
-  };
-  add("--estimator", kEstimatorNames, retrieval.estimators);
-  add("--value-weighting", kWeightingNames, retrieval.weightings);
-  add("--selection", kSelectionNames, retrieval.selections);
-  add("--rule", kRuleNames, retrieval.rules);
-  add("--code", kCodeNames, retrieval.codes);
+  constexpr const char* kText = "As of eval";
+  add_named(app, "--estimator", kEstimatorNames, retrieval.estimators, kText)
+      ->default_str("norm_aware");
+  add_named(app, "--value-weighting", kWeightingNames, retrieval.weightings, kText)
+      ->default_str("default");
+  add_named(app, "--selection", kSelectionNames, retrieval.selections, kText)
+      ->default_str("per_kv_head");
+  add_named(app, "--rule", kRuleNames, retrieval.rules, kText);
+  add_named(app, "--code", kCodeNames, retrieval.codes, kText);
 }
 
 CLI::App* add_eval(CLI::App& app, Arguments& a) {
@@ -173,24 +170,17 @@ CLI::App* add_eval(CLI::App& app, Arguments& a) {
       ->capture_default_str();
   eval->add_option("--first-sequence", a.eval.first_sequence, "The first of them")
       ->capture_default_str();
-  eval->add_option("--estimator", retrieval.estimators, "How tokens are scored")
-      ->delimiter(',')
-      ->check(one_of(names_in(kEstimatorNames)))
-      ->capture_default_str();
-  eval->add_option("--value-weighting", retrieval.weightings, "Value weightings")
-      ->delimiter(',')
-      ->check(one_of(names_in(kWeightingNames)))
-      ->capture_default_str();
-  eval->add_option("--selection", retrieval.selections, "Who shares a selection")
-      ->delimiter(',')
-      ->check(one_of(names_in(kSelectionNames)))
-      ->capture_default_str();
-  eval->add_option("--rule", retrieval.rules, kRuleText)
-      ->delimiter(',')
-      ->check(one_of(names_in(kRuleNames)));
-  eval->add_option("--code", retrieval.codes, kCodeText)
-      ->delimiter(',')
-      ->check(one_of(names_in(kCodeNames)));
+  const auto add_list = [eval](const char* flag, const auto& names, auto& to, const char* text) {
+    return add_named_list(*eval, flag, names, to, text)->allow_extra_args();
+  };
+  add_list("--estimator", kEstimatorNames, retrieval.estimators, "How tokens are scored")
+      ->default_str("norm_aware");
+  add_list("--value-weighting", kWeightingNames, retrieval.weightings, "Value weightings")
+      ->default_str("default");
+  add_list("--selection", kSelectionNames, retrieval.selections, "Who shares a selection")
+      ->default_str("per_kv_head");
+  add_list("--rule", kRuleNames, retrieval.rules, kRuleText);
+  add_list("--code", kCodeNames, retrieval.codes, kCodeText);
   eval->add_option("--sparsity", retrieval.sparsities, "Context over tokens selected; 0: dense")
       ->delimiter(',')
       ->capture_default_str();
@@ -225,7 +215,7 @@ CLI::App* add_record(CLI::App& app, Arguments& a) {
       ->capture_default_str();
   add_tokens(*record, "--steps", a.record.steps, "Tokens after the context; 0: all", 0)
       ->capture_default_str();
-  record->add_option("--layer", a.layer, "One layer, stored under plain names; default: all")
+  record->add_option("--layer", a.record.layer, "One layer, stored under plain names; default: all")
       ->check(at_least(0));
   record->add_option("--out", a.trace, "File to write (safetensors)")->required();
   return record;
@@ -261,33 +251,15 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
   bench->add_option("--threads", options.threads, "Of the decoder on the CPU; 0: all")
       ->check(at_least(0));
   bench->add_option("--json", options.json, "File for the figures");
-  bench->add_option("--kv-dtype", a.kv_dtype, "Rows in pages: model (bf16), bf16 or int8")
-      ->check(one_of({"model", "bf16", "int8"}))
-      ->capture_default_str();
-  bench
-      ->add_option_function<std::vector<std::string>>(
-          "--placement",
-          [&options](const std::vector<std::string>& names) {
-            options.placements.clear();
-            for (const std::string& name : names) {
-              options.placements.push_back(name == "host" ? KvPlacement::kHost
-                                                          : KvPlacement::kDevice);
-            }
-          },
-          "On a GPU: where the KV is, rows for each")
-      ->delimiter(',')
-      ->check(one_of({"device", "host"}))
+  add_named(*bench, "--kv-dtype", kBenchFormats, options.page_format,
+            "Rows in pages: model (bf16), bf16 or int8")
+      ->default_str("model");
+  add_named_list(*bench, "--placement", kPlacements, options.placements,
+                 "On a GPU: where the KV is, rows for each")
+      ->allow_extra_args()
       ->default_str("device,host");
-  bench
-      ->add_option_function<std::string>(
-          "--host-allocation",
-          [&options](const std::string& name) {
-            options.host_allocation = name == "managed"      ? HostAllocation::kManaged
-                                      : name == "registered" ? HostAllocation::kRegistered
-                                                             : HostAllocation::kAuto;
-          },
-          "On a GPU: how host memory is pinned (docs/decisions/0010-host-pages.md)")
-      ->check(one_of({"auto", "managed", "registered"}))
+  add_named(*bench, "--host-allocation", kBenchAllocations, options.host_allocation,
+            "On a GPU: how host memory is pinned (docs/decisions/0010-host-pages.md)")
       ->default_str("auto");
   add_size(*bench, "--row-cache-rows", options.row_cache_rows,
            "On a GPU: rows per KV head that stay on it with KV on the host, rows for each number; "
@@ -308,11 +280,14 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
   bench->add_flag("--stages", options.stages,
                   "Adds to the JSON file the time of each kernel of one layer");
   RetrievalOptions& retrieval = options.retrieval;
-  CLI::Option* sparsity = bench
-                              ->add_option("--sparsity", retrieval.sparsities.front(),
-                                           "Tokens visible over those selected")
-                              ->check(between(1.0, 1e6))
-                              ->capture_default_str();
+  CLI::Option* sparsity =
+      bench
+          ->add_option(
+              "--sparsity", retrieval.sparsities.front(),
+              "Tokens visible over those selected; where --error-target is given alone, as "
+              "many as it needs")
+          ->check(between(1.0, 1e6))
+          ->capture_default_str();
   add_tokens(*bench, "--k", options.top_ks, "Tokens selected per KV head, rows for each number", 1)
       ->delimiter(',')
       ->excludes(sparsity);
@@ -324,25 +299,16 @@ CLI::App* add_bench(CLI::App& app, Arguments& a) {
 /// Device tensors of the decoder go to kvtier, so both have to be on the GPU.
 std::unique_ptr<Compute> make_compute(Arguments& a) {
   RuntimeOptions& runtime = a.eval.runtime;
-  if (a.kv_dtype == "int8") runtime.page_format = PageFormat::kInt8;
-  if (a.kv_dtype != "model" && !runtime.kv.empty()) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "--kv-dtype: expected model with --kv, found " + a.kv_dtype);
+  if (runtime.page_format != PageFormat::kModel && !runtime.kv.empty()) {
+    throw_invalid("--kv-dtype", "model with --kv", name_of(kPageFormatNames, runtime.page_format));
   }
   if (a.matmul == "cpu") {
-    if (!a.cuda_libs.empty()) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  "--cuda-libs: expected --matmul cuda with it, found cpu");
-    }
+    if (!a.cuda_libs.empty()) throw_invalid("--cuda-libs", "--matmul cuda with it", "cpu");
     return make_cpu_compute(runtime.threads);
   }
-  if (!runtime.kv.empty()) {
-    throw Error(ErrorCode::kInvalidArgument, "--matmul: expected cpu with --kv, found cuda");
-  }
-  if (runtime.backend == Backend::kCpu) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "--matmul: expected cpu with --backend cpu, found cuda");
-  }
+  if (!runtime.kv.empty()) throw_invalid("--matmul", "cpu with --kv", "cuda");
+  if (runtime.backend == Backend::kCpu) throw_invalid("--matmul", "cpu with --backend cpu", "cuda");
+  if (runtime.threads != 0) throw_invalid("--threads", "none with --matmul cuda", runtime.threads);
   runtime.backend = Backend::kCuda;
   return make_cuda_compute(a.cuda_libs);
 }
@@ -368,8 +334,7 @@ void run_eval(Arguments& a, const std::string& command) {
   check_writable(a.json, "--json");
   check_writable(a.logits, "--logits");
   if (!a.logits.empty() && a.logits == a.json) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "--logits: expected another file than that of --json, found " + a.logits);
+    throw_invalid("--logits", "another file than that of --json", a.logits);
   }
   const TaskFile tasks(a.tasks);
   Decoder decoder = load_decoder(a.model, make_compute(a));
@@ -380,7 +345,8 @@ void run_eval(Arguments& a, const std::string& command) {
   const EvalResult result = evaluate(decoder, tasks, a.eval);
   clear_progress();
   print_report(std::cout, decoder.config(), result);
-  if (!a.json.empty()) write_json(a.json, {.model = a.model, .command = command}, result);
+  const RunInfo run{.model = a.model, .command = command, .threads = a.eval.runtime.threads};
+  if (!a.json.empty()) write_json(a.json, run, result);
   if (!a.logits.empty()) write_logits(a.logits, decoder.config().vocab_size, result);
 }
 
@@ -397,9 +363,8 @@ void run_generate(Arguments& a) {
   options.runtime = a.eval.runtime;
   const std::vector<Method> methods = make_methods(retrieval, left_out);
   if (methods.size() != 1) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "--bits, --error-target, --seed, --preset: expected one of each, found " +
-                    std::to_string(methods.size()) + " methods");
+    throw_invalid("--bits, --error-target, --seed, --preset", "one of each",
+                  join(methods.size(), " methods"));
   }
   options.method = methods.front();
   if (!a.sparsity) options.method.sparsity = 0.0;
@@ -413,7 +378,6 @@ void run_generate(Arguments& a) {
 
 void run_record(Arguments& a) {
   check_writable(a.trace, "--out");
-  if (a.layer >= 0) a.record.layer = a.layer;
   const TaskFile tasks(a.tasks);
   Decoder decoder = load_decoder(a.model, make_compute(a));
   a.record.runtime = a.eval.runtime;
@@ -437,7 +401,6 @@ int run_program(std::vector<std::string> arguments, const Console& console) {
 
   if (bench->parsed()) {
     a.bench.command = command;
-    if (a.kv_dtype == "int8") a.bench.page_format = PageFormat::kInt8;
     run_bench(console.out, a.bench);
   } else if (eval->parsed()) {
     run_eval(a, command);

@@ -1,6 +1,6 @@
 #include "llama/model_config.h"
 
-#include "kvtier/error.h"
+#include "include/types/failure.h"
 
 #include <nlohmann/json.hpp>
 
@@ -18,8 +18,7 @@ using Json = nlohmann::json;
 
 [[noreturn]] void reject(std::string_view field, const std::string& expected,
                          const std::string& found) {
-  throw Error(ErrorCode::kInvalidArgument,
-              "config.json: " + std::string(field) + ": expected " + expected + ", found " + found);
+  throw_invalid(join("config.json: ", field), expected, found);
 }
 
 /// Reads fields and remembers which were looked at, so that the rest can be judged.
@@ -38,8 +37,7 @@ class Fields {
   std::int64_t integer(const std::string& name, std::optional<std::int64_t> fallback,
                        std::int64_t lowest = 1, std::int64_t highest = std::int64_t{1} << 31) {
     const Json& value = get(name);
-    const std::string expected =
-        "an integer from " + std::to_string(lowest) + " to " + std::to_string(highest);
+    const std::string expected = join("an integer from ", lowest, " to ", highest);
     if (value.is_null()) {
       if (!fallback) reject(prefix_ + name, expected, "nothing");
       return *fallback;
@@ -206,9 +204,8 @@ void read_shape(Fields& fields, ModelConfig& config) {
 ModelConfig parse_model_config(std::string_view json) {
   const Json root = Json::parse(json, nullptr, false);
   if (!root.is_object()) {
-    throw Error(ErrorCode::kDataLoss,
-                "config.json: expected a JSON object, found " +
-                    std::string(root.is_discarded() ? "malformed text" : root.type_name()));
+    throw_error(ErrorCode::kDataLoss, "config.json: expected a JSON object, found ",
+                root.is_discarded() ? "malformed text" : root.type_name());
   }
   Fields fields(root, "");
   ModelConfig config;
@@ -232,8 +229,8 @@ ModelConfig read_model_config(const std::filesystem::path& directory) {
   const std::filesystem::path path = directory / "config.json";
   std::ifstream file(path);
   if (!file) {
-    throw Error(ErrorCode::kNotFound,
-                "model: expected a directory with config.json, cannot open " + path.string());
+    throw_error(ErrorCode::kNotFound,
+                "--model: expected a directory with config.json, found none at ", path.string());
   }
   const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   return parse_model_config(text);

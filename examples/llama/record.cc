@@ -1,8 +1,7 @@
 #include "llama/record.h"
 
-#include "kvtier/error.h"
-
 #include "formats/safetensors.h"
+#include "include/types/failure.h"
 #include "include/types/float16.h"
 
 #include <cmath>
@@ -108,10 +107,8 @@ class Recorder {
 
 void check_range(const char* option, std::int64_t lowest, std::int64_t highest,
                  std::int64_t found) {
-  if (found >= lowest && found <= highest) return;
-  throw Error(ErrorCode::kInvalidArgument,
-              std::string(option) + ": expected " + std::to_string(lowest) + " to " +
-                  std::to_string(highest) + ", found " + std::to_string(found));
+  if (found < lowest || found > highest)
+    throw_invalid(option, join(lowest, " to ", highest), found);
 }
 
 }  // namespace

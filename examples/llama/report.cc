@@ -1,10 +1,10 @@
 #include "llama/report.h"
 
-#include "kvtier/error.h"
 #include "kvtier/memory.h"
 
 #include "formats/atomic_file.h"
 #include "formats/safetensors.h"
+#include "include/types/failure.h"
 #include "services/console/text.h"
 
 #include <nlohmann/json.hpp>
@@ -70,16 +70,10 @@ std::string how_of(const Method& method, int head_dim) {
                 retrieval.sketch(head_dim).num_planes, code_name(retrieval.code).c_str());
 }
 
-std::string size_of(const Method& method) {
-  if (method.dense) return "-";
-  return method.sparsity > 0.0 ? format("%gx", method.sparsity)
-                               : format("e=%g", method.retrieval.error_in_force());
-}
-
 void print_row(std::ostream& out, const EvalRow& row) {
   const bool dense = row.method.dense;
   const std::string selection = dense ? "-" : selection_name(row.method.retrieval.selection);
-  const std::string sparsity = size_of(row.method);
+  const std::string sparsity = size_text(row.method);
   const std::string rows = row.measured() ? grouped(row.rows_attended) : "-";
   const std::string speed = grouped(row.tokens_per_second);
   if (!is_needle_llama(row)) {
@@ -219,6 +213,12 @@ nlohmann::json row_json(const EvalRow& row, const std::string& place, int head_d
 
 }  // namespace
 
+std::string size_text(const Method& method) {
+  if (method.dense) return "-";
+  return method.sparsity > 0.0 ? format("%gx", method.sparsity)
+                               : format("e=%g", method.retrieval.error_in_force());
+}
+
 void print_report(std::ostream& out, const ModelConfig& model, const EvalResult& result) {
   const EvalRow* previous = nullptr;
   std::string heading;
@@ -248,8 +248,7 @@ void print_report(std::ostream& out, const ModelConfig& model, const EvalResult&
 void check_writable(const std::filesystem::path& path, const std::string& option) {
   if (path.empty()) return;
   if (path == "-") {
-    throw Error(ErrorCode::kInvalidArgument,
-                option + ": expected a file, found - (./- for a file of this name)");
+    throw_invalid(option, "a file", "- (./- for a file of this name)");
   }
   try {
     const formats::AtomicFile file(path);

@@ -14,8 +14,11 @@ namespace kvtier::llama {
 struct RunInfo {
   std::string model;    ///< Directory, as given.
   std::string command;  ///< The command line.
-  int threads = 0;
+  int threads = 0;      ///< As given; 0: all.
 };
+
+/// Returns how many tokens a method takes: "33x", "e=0.03", or "-" of a dense one.
+[[nodiscard]] std::string size_text(const Method& method);
 
 /// Prints one table per case, 109 columns wide, then where the keys and values were.
 void print_report(std::ostream& out, const ModelConfig& model, const EvalResult& result);

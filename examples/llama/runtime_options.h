@@ -39,13 +39,13 @@ struct RetrievalOptions {
   /// "default", "socket": rows of these methods in place of those that the lists below make; empty:
   /// those.
   std::vector<std::string> presets{};
-  std::vector<std::string> estimators{"norm_aware"};
-  std::vector<std::string> weightings{"default"};
-  std::vector<std::string> selections{"per_kv_head"};
+  std::vector<Estimator> estimators{Estimator::kNormAware};
+  std::vector<ValueWeighting> weightings{ValueWeighting::kDefault};
+  std::vector<Selection> selections{Selection::kPerKvHead};
   std::vector<double> sparsities{0.0, 10.0, 33.0, 100.0};  ///< 0: dense.
   ErrorRows error_rows = ErrorRows::kNone;
-  std::vector<std::string> rules{};        ///< Empty: the estimator's.
-  std::vector<std::string> codes{};        ///< Empty: the estimator's. Scalar with norm-aware only.
+  std::vector<SelectionRule> rules{};      ///< Empty: the estimator's.
+  std::vector<SketchCode> codes{};         ///< Empty: the estimator's. Scalar with norm-aware only.
   std::vector<int> bits{0};                ///< Of norm-aware; 0: `RetrievalConfig`'s.
   std::vector<double> error_targets{0.0};  ///< Of the priority rule.
   std::vector<std::uint64_t> seeds{RetrievalConfig{}.seed};  ///< Of the planes and of priorities.
@@ -75,7 +75,7 @@ struct Method {
 /// every estimator with every weighting, selection, rule, error target, code and number of bits at
 /// every other sparsity, and as `error_rows` says. Pairs of an estimator and one of these that
 /// kvtier does not allow are left out and named in `left_out`. Throws `kInvalidArgument` for an
-/// unknown name, an estimator left with no weighting, or a setting that kvtier rejects.
+/// estimator left with no weighting, or a setting that kvtier rejects.
 [[nodiscard]] std::vector<Method> make_methods(const RetrievalOptions& options,
                                                std::vector<std::string>& left_out);
 

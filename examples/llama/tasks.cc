@@ -1,6 +1,6 @@
 #include "llama/tasks.h"
 
-#include "kvtier/error.h"
+#include "include/types/failure.h"
 
 #include <algorithm>
 #include <cmath>
@@ -21,13 +21,11 @@ void read_positions(const formats::Tensor& tensor, TaskCase& task) {
   }
   if (!ascending || previous >= task.length || task.answers.size() < 6 ||
       task.answers.size() % 3 != 0) {
-    throw Error(ErrorCode::kDataLoss,
-                task.name +
-                    ".answer_positions: expected at least 6, in threes, ascending, after the "
-                    "context of " +
-                    std::to_string(task.context) + " and below " + std::to_string(task.length) +
-                    ", found " + std::to_string(task.answers.size()) + " up to " +
-                    std::to_string(previous));
+    throw_error(
+        ErrorCode::kDataLoss, task.name,
+        ".answer_positions: expected at least 6, in threes, ascending, after the context of ",
+        task.context, " and below ", task.length, ", found ", task.answers.size(), " up to ",
+        previous);
   }
   task.answer_tokens.assign(task.answers.size() / 3 - 1, 3);
 }
@@ -35,10 +33,8 @@ void read_positions(const formats::Tensor& tensor, TaskCase& task) {
 /// Answers of any length, each token with the number of its answer.
 void read_marks(const formats::Tensor& tensor, TaskCase& task) {
   if (task.context < 1 || tensor.elements() != task.tail()) {
-    throw Error(ErrorCode::kDataLoss, task.name + ".answers: expected a number for each of " +
-                                          std::to_string(task.tail()) +
-                                          " tokens after a context, found " +
-                                          std::to_string(tensor.elements()));
+    throw_error(ErrorCode::kDataLoss, task.name, ".answers: expected a number for each of ",
+                task.tail(), " tokens after a context, found ", tensor.elements());
   }
   for (std::int64_t i = 0; i < task.tail(); ++i) {
     const std::int32_t mark = tensor.as<std::int32_t>()[i];
@@ -46,18 +42,16 @@ void read_marks(const formats::Tensor& tensor, TaskCase& task) {
     const std::int64_t last = task.queries();
     // The logits that predict the first token are the context's.
     if (i == 0 || mark < std::max<std::int64_t>(1, last) || mark > last + 1) {
-      throw Error(ErrorCode::kDataLoss,
-                  task.name +
-                      ".answers: expected numbers from 1 in order, none on the first token, "
-                      "found " +
-                      std::to_string(mark) + " after " + std::to_string(last));
+      throw_error(ErrorCode::kDataLoss, task.name,
+                  ".answers: expected numbers from 1 in order, none on the first token, found ",
+                  mark, " after ", last);
     }
     if (mark > last) task.answer_tokens.push_back(0);
     ++task.answer_tokens.back();
     task.answers.push_back(task.context + i);
   }
   if (task.answers.empty()) {
-    throw Error(ErrorCode::kDataLoss, task.name + ".answers: expected at least one, found none");
+    throw_error(ErrorCode::kDataLoss, task.name, ".answers: expected at least one, found none");
   }
 }
 
@@ -78,7 +72,7 @@ TaskCase TaskFile::at(const std::string& name) const {
   if (!file_.contains(name + ".tokens")) {
     std::string known;
     for (const std::string& other : names()) known += (known.empty() ? "" : ", ") + other;
-    throw Error(ErrorCode::kNotFound, "case: expected one of " + known + ", found " + name);
+    throw_error(ErrorCode::kNotFound, "case: expected one of ", known, ", found ", name);
   }
   const formats::Tensor& tokens = file_.at(name + ".tokens", DType::kInt32, {-1, -1});
   const auto text = file_.metadata().find(name);
@@ -114,8 +108,7 @@ double metadata_number(const std::string& text, const std::string& key) {
   char* end = nullptr;
   const double value = std::strtod(word.c_str(), &end);
   if (end == word.c_str()) {
-    throw Error(ErrorCode::kDataLoss,
-                "metadata: expected " + key + "=NUMBER, found \"" + text + "\"");
+    throw_error(ErrorCode::kDataLoss, "metadata: expected ", key, "=NUMBER, found \"", text, "\"");
   }
   return value;
 }

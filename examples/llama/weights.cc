@@ -1,8 +1,7 @@
 #include "llama/weights.h"
 
-#include "kvtier/error.h"
-
 #include "formats/safetensors.h"
+#include "include/types/failure.h"
 
 #include <nlohmann/json.hpp>
 
@@ -23,15 +22,15 @@ std::set<std::string> shard_names(const std::filesystem::path& directory) {
   if (!file) return {"model.safetensors"};
   const auto root = nlohmann::json::parse(file, nullptr, false);
   if (!root.is_object() || !root.contains("weight_map") || !root["weight_map"].is_object()) {
-    throw Error(ErrorCode::kDataLoss,
-                index.string() + ": expected a JSON object with an object weight_map");
+    throw_error(ErrorCode::kDataLoss, index.string(),
+                ": expected a JSON object with an object weight_map, found something else");
   }
   std::set<std::string> names;
   for (const auto& [tensor, shard] : root["weight_map"].items()) {
     const std::string name = shard.is_string() ? shard.get<std::string>() : std::string();
     if (name.empty() || name.find('/') != std::string::npos) {
-      throw Error(ErrorCode::kDataLoss, index.string() + ": weight_map." + tensor +
-                                            ": expected a file name, found " + shard.dump());
+      throw_error(ErrorCode::kDataLoss, index.string(), ": weight_map.", tensor,
+                  ": expected a file name, found ", shard.dump());
     }
     names.insert(name);
   }
@@ -49,8 +48,8 @@ class Checkpoint {
     for (const SafeTensors& shard : shards_) {
       for (const auto& [name, tensor] : shard.tensors()) {
         if (!tensors_.emplace(name, &tensor).second) {
-          throw Error(ErrorCode::kInvalidArgument,
-                      shard.path().string() + ": " + name + ": expected once, found in two shards");
+          throw_error(ErrorCode::kInvalidArgument, shard.path().string(), ": ", name,
+                      ": expected once, found in two shards");
         }
       }
     }
@@ -75,9 +74,8 @@ class Checkpoint {
     for (const auto& [name, tensor] : tensors_) {
       // Rotation frequencies that old checkpoints store; they follow from the configuration.
       if (name.ends_with("rotary_emb.inv_freq")) continue;
-      throw Error(ErrorCode::kInvalidArgument,
-                  directory_.string() + ": " + name +
-                      ": expected only weights that config.json calls for, found one more");
+      throw_error(ErrorCode::kInvalidArgument, directory_.string(), ": ", name,
+                  ": expected only weights that config.json calls for, found one more");
     }
   }
 
@@ -85,14 +83,13 @@ class Checkpoint {
   Buffer take(const std::string& name, const std::vector<std::int64_t>& shape) {
     const auto it = tensors_.find(name);
     if (it == tensors_.end()) {
-      throw Error(ErrorCode::kNotFound, directory_.string() + ": expected the weight " + name +
-                                            " " + formats::shape_text(shape) + ", found none");
+      throw_error(ErrorCode::kNotFound, directory_.string(), ": expected the weight ", name, " ",
+                  formats::shape_text(shape), ", found none");
     }
     const Tensor& tensor = *it->second;
     if (tensor.shape != shape || tensor.dtype == DType::kInt32) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  directory_.string() + ": " + name + ": expected fp32, fp16 or bf16 " +
-                      formats::shape_text(shape) + ", found " + describe(tensor));
+      throw_invalid(join(directory_.string(), ": ", name),
+                    "fp32, fp16 or bf16 " + formats::shape_text(shape), describe(tensor));
     }
     const std::vector<float> values = to_float(tensor);
     Buffer buffer = compute_.allocate(values.size() * sizeof(float));

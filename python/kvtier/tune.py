@@ -90,18 +90,17 @@ def replay(program: str, trace: Path, options: argparse.Namespace) -> list[Setti
     with tempfile.TemporaryDirectory(prefix="kvtier-tune-") as folder:
         report = Path(folder) / "report.json"
         sizes = [["--rule", options.rules, "--k", options.k]]
-        if "priority" in options.rules.split(","):
-            for target in filter(None, options.error_targets.split(",")):
-                sizes.append(["--rule", "priority", "--k", "0", "--error-target", target])
-        for code in options.codes.split(","):
-            for size in sizes:
-                command = [program, "replay", str(trace), "--estimator", "norm_aware"]
-                command += ["--code", code, *size, "--steps", str(options.steps)]
-                command += ["--json", str(report)]
-                if options.bits:
-                    command += ["--bits", options.bits]
-                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-                settings += settings_of(json.loads(report.read_text()))
+        targets = ",".join(filter(None, options.error_targets.split(",")))
+        if "priority" in options.rules.split(",") and targets:
+            sizes.append(["--rule", "priority", "--k", "0", "--error-target", targets])
+        for size in sizes:
+            command = [program, "replay", str(trace), "--estimator", "norm_aware"]
+            command += ["--code", options.codes, *size, "--steps", str(options.steps)]
+            command += ["--json", str(report)]
+            if options.bits:
+                command += ["--bits", options.bits]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            settings += settings_of(json.loads(report.read_text()))
     return settings
 
 

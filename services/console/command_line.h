@@ -18,9 +18,6 @@
 /// The command line of a program, and what is said of errors.
 namespace kvtier::services {
 
-inline constexpr int kExitError = 1;
-inline constexpr int kExitUsage = 2;
-
 /// What to say of arguments that no command takes.
 [[nodiscard]] inline std::string unexpected(const CLI::App& app) {
   std::string found;
@@ -101,13 +98,17 @@ inline constexpr int kExitUsage = 2;
   return kExitUsage;
 }
 
-/// Returns what `program` returns, or 1 after an exception, printed as "error: CODE: message".
+/// Returns what `program` returns, or an exit code after an exception, printed as "error: CODE:
+/// message": `kExitUsage` after `kInvalidArgument` and `kNotFound`, which are values and files that
+/// are refused, else `kExitError`.
 template <typename Program>
 [[nodiscard]] int with_errors_printed(std::ostream& err, Program program) {
   try {
     return program();
   } catch (const Error& error) {
     err << "error: " << error_code_name(error.code()) << ": " << error.what() << '\n';
+    const ErrorCode code = error.code();
+    if (code == ErrorCode::kInvalidArgument || code == ErrorCode::kNotFound) return kExitUsage;
   } catch (const std::exception& error) {
     err << "error: " << error_code_name(ErrorCode::kInternal) << ": " << error.what() << '\n';
   }

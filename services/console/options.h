@@ -161,7 +161,8 @@ template <typename Names>
   return list;
 }
 
-/// Adds an option whose values are names of a table; the parsed enumerators go to `to` at once.
+/// Adds an option whose values are names of a table; the parsed enumerator goes to `to` at once,
+/// the only one of a list.
 template <typename Names, typename Enum>
 CLI::Option* add_named(CLI::App& app, const std::string& flag, const Names& names, Enum& to,
                        const std::string& description) {
@@ -170,7 +171,7 @@ CLI::Option* add_named(CLI::App& app, const std::string& flag, const Names& name
           flag,
           [&names, &to](const std::string& text) {
             for (const auto& [name, value] : names) {
-              if (name == text) to = value;
+              if (name == text) to = {value};
             }
           },
           description)
@@ -208,18 +209,21 @@ inline constexpr const char* kErrorTargetText =
 inline constexpr const char* kBitsText =
     "Bits of a key of norm_aware (default 256, or the next multiple of head_dim)";
 
-/// Adds the options of the priority rule, of a structure with fields as in `RetrievalConfig`.
-template <typename Options>
-void add_priority(CLI::App& app, Options& options) {
-  app.add_option("--error-target", options.error_target, kErrorTargetText)->capture_default_str();
-  CLI::Option* coarse_bits =
-      app.add_option("--coarse-bits", options.coarse_bits,
+/// Adds the options of the priority rule; `error_target` is a number or several.
+template <typename ErrorTarget>
+void add_priority(CLI::App& app, ErrorTarget& error_target, int& coarse_bits, int& candidates) {
+  CLI::Option* target =
+      app.add_option("--error-target", error_target, kErrorTargetText)->capture_default_str();
+  if constexpr (!std::is_arithmetic_v<ErrorTarget>) target->delimiter(',');
+  CLI::Option* coarse =
+      app.add_option("--coarse-bits", coarse_bits,
                      "Of priority over a scalar code: bits of a coordinate that are read of every "
                      "token; 0: all")
           ->capture_default_str();
-  app.add_option("--candidates", options.candidates,
-                 "With --coarse-bits: tokens over k whose whole code is read")
-      ->needs(coarse_bits)
+  add_size(app, "--candidates", candidates,
+           "With --coarse-bits: tokens over k whose whole code is read")
+      ->check(between(0, 1 << 24))
+      ->needs(coarse)
       ->capture_default_str();
 }
 

@@ -1,7 +1,6 @@
 #include "services/console/text.h"
 
 #include <algorithm>
-#include <string_view>
 
 namespace kvtier::services {
 
@@ -20,15 +19,6 @@ std::vector<std::string> aligned(const std::vector<std::vector<std::string>>& ro
     }
   }
   return lines;
-}
-
-std::string as_option(std::string problem) {
-  for (const std::string_view structure : {"model.", "retrieval."}) {
-    if (problem.starts_with(structure)) problem.erase(0, structure.size());
-  }
-  constexpr std::string_view kBits = "num_planes:";
-  if (problem.starts_with(kBits)) problem.replace(0, kBits.size(), "bits:");
-  return problem;
 }
 
 }  // namespace kvtier::services

@@ -21,7 +21,4 @@ template <typename... Values>
 [[nodiscard]] std::vector<std::string> aligned(const std::vector<std::vector<std::string>>& rows,
                                                std::size_t text_columns);
 
-/// Names the option of the command line where a problem begins with the field of a `Config`.
-[[nodiscard]] std::string as_option(std::string problem);
-
 }  // namespace kvtier::services

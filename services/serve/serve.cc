@@ -47,10 +47,10 @@ std::string read_text(const std::string& option, const std::string& path) {
   std::ostringstream text;
   std::error_code ignored;
   if (std::filesystem::is_directory(path, ignored)) {
-    throw Error(ErrorCode::kNotFound, option + ": expected a file, found the folder " + path);
+    throw_error(ErrorCode::kNotFound, option, ": expected a file, found the folder ", path);
   }
   text << in.rdbuf();
-  if (!in) throw Error(ErrorCode::kNotFound, option + ": expected a readable file, found " + path);
+  if (!in) throw_error(ErrorCode::kNotFound, option, ": expected a readable file, found ", path);
   return text.str();
 }
 

@@ -2,6 +2,7 @@
 
 #include "kvtier/error.h"
 
+#include "services/console/console.h"
 #include "services/console/log.h"
 #include "services/wire/descriptor.h"
 
@@ -125,7 +126,8 @@ class Supervisor {
   [[nodiscard]] bool is_fault(int status) const {
     if (ending_) return false;
     if (WIFSIGNALED(status)) return true;
-    return WEXITSTATUS(status) == kExitDeviceLost || (WEXITSTATUS(status) == 1 && started_ > 1);
+    const int code = WEXITSTATUS(status);
+    return code == kExitDeviceLost || (started_ > 1 && (code == kExitError || code == kExitUsage));
   }
   static int exit_code_of(int status) {
     return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);

@@ -63,7 +63,7 @@ TEST_F(CliTest, AnswersNeedlesThroughKvtier) {
   const std::string logits = (folder_.path() / "logits").string();
 
   ASSERT_EQ(run("eval " + model_ + tasks_ + "--cases n4096.d100 --backend cpu --sparsity 0,33 " +
-                "--preset default --json " + json + " --logits " + logits),
+                "--threads 2 --preset default --json " + json + " --logits " + logits),
             0)
       << err();
 
@@ -72,6 +72,7 @@ TEST_F(CliTest, AnswersNeedlesThroughKvtier) {
   EXPECT_TRUE(cases[1]["sparsity"].is_null());
   EXPECT_EQ(cases[1]["error_target"], 0.03);
   EXPECT_EQ(cases[2]["sparsity"], 33.0);
+  EXPECT_EQ(nlohmann::json::parse(folder_.read("out.json"))["threads"], 2);
   const double stated = metadata_number(TaskFile(file_).at("n4096.d100").metadata, "dense_exact");
   EXPECT_GE(cases[0]["exact"].get<double>(), stated - 1.0 / 32 - 1e-9);
   EXPECT_EQ(cases[0]["rows_attended"].get<double>(), 4096 + 131);
@@ -158,7 +159,7 @@ TEST_F(CliTest, TakesTokensWithASuffixInAnyCase) {
       << err();
   EXPECT_EQ(run("bench --random-weights --shape needle-llama --backend cpu --batch 2 "
                 "--context 2K,4k --k 1k --row-cache-rows 1K"),
-            1);
+            2);
   EXPECT_THAT(err(), HasSubstr("INVALID_ARGUMENT: --batch"));
 }
 
@@ -204,6 +205,16 @@ TEST_F(CliTest, TimesSparseTokensAlone) {
   EXPECT_THAT(out(), ::testing::Not(HasSubstr("dense  ")));
 }
 
+TEST_F(CliTest, TimesAsManyTokensAsAnErrorTargetNeeds) {
+  const std::string bench =
+      "bench --shape needle-llama --random-weights --layers 1 --context 2048 --steps 3 "
+      "--backend cpu --no-dense --error-target 0.3";
+  ASSERT_EQ(run(bench), 0) << err();
+  EXPECT_THAT(out(), HasSubstr("e=0.3, KV in host memory"));
+  ASSERT_EQ(run(bench + " --sparsity 20"), 0) << err();
+  EXPECT_THAT(out(), HasSubstr("20x, KV in host memory")) << "at most so many";
+}
+
 TEST_F(CliTest, RefusesABenchBeforeItMeasures) {
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"--context 4096", "error: expected --random-weights, found none"},
@@ -247,12 +258,16 @@ TEST_F(CliTest, RefusesABenchBeforeItMeasures) {
        "error: --estimator: expected one of soft_collision, hard_collision, norm_aware, found "
        "guess"},
       {"--random-weights --bits 2000 --backend cpu", "INVALID_ARGUMENT"},
+      {"--random-weights --backend cpu --error-target 0.1,0.2",
+       "INVALID_ARGUMENT: bench: expected one estimator, weighting, selection, rule, code, number "
+       "of bits, error target and a sparsity of at least 1, found 2 methods"},
       {"--random-weights --backend cpu --layers 1024 --context 16777216",
        "RESOURCE_EXHAUSTED: bench --shape llama-3.1-8b on the CPU: expected "},
       {"--random-weights --backend cpu --json /no/such/folder/a.json",
        "UNAVAILABLE: --json: /no/such/folder/a.json: cannot be written: No such file"}};
   for (const auto& [arguments, message] : cases) {
-    EXPECT_NE(run("bench " + arguments), 0) << arguments;
+    const bool fails = message.starts_with("RESOURCE") || message.starts_with("UNAVAILABLE");
+    EXPECT_EQ(run("bench " + arguments), fails ? 1 : 2) << arguments;
     EXPECT_THAT(err(), HasSubstr(message));
     EXPECT_EQ(out(), "") << arguments;
   }
@@ -263,7 +278,7 @@ TEST_F(CliTest, RefusesAGpuBenchItCannotRun) {
       run("bench --shape needle-llama --random-weights --context 2048 --backend cuda "
           "--cuda-libs /no/such");
   if (status == 0) GTEST_SKIP() << "a GPU is here, and the libraries are";
-  EXPECT_EQ(status, 1);
+  EXPECT_EQ(status, err().find("NOT_FOUND") == std::string::npos ? 1 : 2);
   EXPECT_THAT(err(), ::testing::AnyOf(
                          HasSubstr("UNIMPLEMENTED: bench --backend cuda: expected a build with"),
                          HasSubstr("NOT_FOUND: cuBLAS: expected libcublas.so.13"),
@@ -310,11 +325,13 @@ TEST_F(CliTest, ExplainsUsageErrors) {
 }
 
 TEST_F(CliTest, RefusesCudaArithmeticItCannotHave) {
-  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --cuda-libs /no/such"), 1);
+  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --cuda-libs /no/such"), 2);
   EXPECT_THAT(err(), HasSubstr("--cuda-libs: expected --matmul cuda with it, found cpu"));
-  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --matmul cuda --backend cpu"), 1);
+  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --matmul cuda --backend cpu"), 2);
   EXPECT_THAT(err(), HasSubstr("--matmul: expected cpu with --backend cpu"));
-  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --matmul cuda --cuda-libs /no/such"), 1);
+  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --matmul cuda --threads 2"), 2);
+  EXPECT_THAT(err(), HasSubstr("--threads: expected none with --matmul cuda, found 2"));
+  EXPECT_NE(run("generate " + model_ + "--prompt-ids 1 --matmul cuda --cuda-libs /no/such"), 0);
   EXPECT_THAT(err(), ::testing::AnyOf(HasSubstr("UNIMPLEMENTED: --matmul cuda"),
                                       HasSubstr("NOT_FOUND: cuBLAS: expected libcublas.so.13")));
 }
@@ -331,34 +348,34 @@ TEST_F(CliTest, RefusesOutputsItCannotWriteBeforeTheWork) {
     EXPECT_EQ(run("record " + inputs + "--case n4096.d100 --out " + place), 1);
     EXPECT_THAT(err(), HasSubstr("UNAVAILABLE: --out: " + place + ": cannot be written: "));
   }
-  EXPECT_EQ(run("eval " + inputs + "--cases n4096.d100 --json -"), 1);
+  EXPECT_EQ(run("eval " + inputs + "--cases n4096.d100 --json -"), 2);
   EXPECT_THAT(err(), HasSubstr("INVALID_ARGUMENT: --json: expected a file, found - (./- for"));
-  EXPECT_EQ(run("bench --random-weights --backend cpu --json -"), 1);
+  EXPECT_EQ(run("bench --random-weights --backend cpu --json -"), 2);
   EXPECT_THAT(err(), HasSubstr("INVALID_ARGUMENT: --json: expected a file, found - (./- for"));
   const std::string file = folder + "/a.json";
-  EXPECT_EQ(run("eval " + inputs + "--cases n4096.d100 --json " + file + " --logits " + file), 1);
+  EXPECT_EQ(run("eval " + inputs + "--cases n4096.d100 --json " + file + " --logits " + file), 2);
   EXPECT_THAT(err(),
               HasSubstr("--logits: expected another file than that of --json, found " + file));
-  EXPECT_EQ(run("eval " + inputs + "--cases n4096.d100 --json " + file), 1);
+  EXPECT_EQ(run("eval " + inputs + "--cases n4096.d100 --json " + file), 2);
   EXPECT_THAT(err(), HasSubstr("NOT_FOUND"));
   EXPECT_FALSE(std::filesystem::exists(file));
   EXPECT_FALSE(std::filesystem::exists(file + ".tmp"));
 }
 
 TEST_F(CliTest, ExplainsErrorsOfInputsWithTheirCode) {
-  EXPECT_EQ(run("eval --model /no/such/model " + tasks_ + "--cases n4096.d100"), 1);
-  EXPECT_THAT(err(), HasSubstr("error: NOT_FOUND: model: expected a directory"));
-  EXPECT_EQ(run("eval " + model_ + "--tasks /no/such/file --cases n4096.d100"), 1);
+  EXPECT_EQ(run("eval --model /no/such/model " + tasks_ + "--cases n4096.d100"), 2);
+  EXPECT_THAT(err(), HasSubstr("error: NOT_FOUND: --model: expected a directory"));
+  EXPECT_EQ(run("eval " + model_ + "--tasks /no/such/file --cases n4096.d100"), 2);
   EXPECT_THAT(err(), HasSubstr("NOT_FOUND"));
-  EXPECT_EQ(run("eval " + model_ + tasks_ + "--cases n1.d1"), 1);
+  EXPECT_EQ(run("eval " + model_ + tasks_ + "--cases n1.d1"), 2);
   EXPECT_THAT(err(), HasSubstr("case: expected one of"));
-  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --bits 128,256"), 1);
+  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --bits 128,256"), 2);
   EXPECT_THAT(err(), HasSubstr("expected one of each, found 2 methods"));
-  EXPECT_EQ(run("generate " + model_ + "--prompt-ids @/"), 1);
+  EXPECT_EQ(run("generate " + model_ + "--prompt-ids @/"), 2);
   EXPECT_THAT(err(), HasSubstr("NOT_FOUND: --prompt-ids: expected a readable file, found /\n"));
-  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1,2000"), 1);
+  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1,2000"), 2);
   EXPECT_THAT(err(), HasSubstr("--prompt-ids: expected ids of 0 to 1039, found 2000"));
-  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --bits 100"), 1);
+  EXPECT_EQ(run("generate " + model_ + "--prompt-ids 1 --bits 100"), 2);
   EXPECT_THAT(err(), HasSubstr("retrieval settings:\n  --bits: expected "));
   EXPECT_EQ(out(), "");
 }

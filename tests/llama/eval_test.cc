@@ -106,7 +106,7 @@ class EvalTest : public ::testing::Test {
     write_tiny_tasks(tasks(), model_.vocab);
     options_.cases = {"tiny"};
     options_.runtime.backend = Backend::kCpu;
-    options_.retrieval.estimators = {"soft_collision"};
+    options_.retrieval.estimators = {Estimator::kSoftCollision};
     options_.retrieval.sink = 4;
     options_.retrieval.window = 8;
   }
@@ -211,7 +211,7 @@ TEST_F(EvalTest, KeepsRowsInInt8) {
 }
 
 TEST_F(EvalTest, SaysWhichErrorSizesASelection) {
-  options_.retrieval.estimators = {"norm_aware"};
+  options_.retrieval.estimators = {Estimator::kNormAware};
   options_.retrieval.sparsities = {0};
   options_.retrieval.error_targets = {1e-4, 0.3};  // of shares of 1e-8: all tokens
   options_.retrieval.error_rows = ErrorRows::kInstead;
@@ -234,10 +234,10 @@ TEST_F(EvalTest, SaysWhichErrorSizesASelection) {
 }
 
 TEST_F(EvalTest, RowsDoNotDependOnThoseBefore) {
-  options_.retrieval.estimators = {"soft_collision", "norm_aware"};
+  options_.retrieval.estimators = {Estimator::kSoftCollision, Estimator::kNormAware};
   options_.retrieval.sparsities = {10};
   const EvalResult both = run();
-  options_.retrieval.estimators = {"norm_aware"};
+  options_.retrieval.estimators = {Estimator::kNormAware};
   const EvalResult alone = run();
 
   EXPECT_DOUBLE_EQ(both.rows[1].kl, alone.rows[0].kl);
@@ -245,8 +245,8 @@ TEST_F(EvalTest, RowsDoNotDependOnThoseBefore) {
 }
 
 TEST_F(EvalTest, PrintsAlignedTables) {
-  options_.retrieval.estimators = {"soft_collision", "norm_aware"};
-  options_.retrieval.weightings = {"linear", "logit"};
+  options_.retrieval.estimators = {Estimator::kSoftCollision, Estimator::kNormAware};
+  options_.retrieval.weightings = {ValueWeighting::kLinear, ValueWeighting::kLogit};
   const EvalResult result = run();
   std::ostringstream out;
 
@@ -264,7 +264,7 @@ TEST_F(EvalTest, PrintsAlignedTables) {
 
 TEST_F(EvalTest, PrintsPerplexityOfOtherKinds) {
   write_marked_tasks(tasks(), model_.vocab, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11});
-  options_.retrieval.estimators = {"norm_aware"};
+  options_.retrieval.estimators = {Estimator::kNormAware};
   const EvalResult result = run();
   std::ostringstream out;
 

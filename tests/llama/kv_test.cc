@@ -72,7 +72,7 @@ TEST_P(KvTest, LogitsOverAServerAreThoseOfAnEmbeddedEngine) {
   const TaskCase task = tasks.at("n4096.d100");
   const std::span<const std::int32_t> all = task.sequence(0);
   RetrievalOptions retrieval;
-  retrieval.estimators = {"soft_collision", "norm_aware"};
+  retrieval.estimators = {Estimator::kSoftCollision, Estimator::kNormAware};
   retrieval.sparsities = {0.0, 20.0};
   std::vector<std::string> left_out;
   std::vector<Method> methods = make_methods(retrieval, left_out);
@@ -172,11 +172,11 @@ TEST_P(KvTest, SaysWhenThereIsNoServer) {
   EXPECT_EQ(code_, 1);
   EXPECT_THAT(folder_.read("err"), HasSubstr("UNAVAILABLE"));
   (void)run_llama({"generate", "--model", model_, "--prompt-ids", "1,2", "--kv", "nowhere"});
-  EXPECT_EQ(code_, 1);
+  EXPECT_EQ(code_, 2);
   EXPECT_THAT(folder_.read("err"), HasSubstr("expected unix:PATH or tcp:HOST:PORT"));
   (void)run_llama(
       {"generate", "--model", model_, "--prompt-ids", "1,2", "--kv", address_, "--matmul", "cuda"});
-  EXPECT_EQ(code_, 1);
+  EXPECT_EQ(code_, 2);
   EXPECT_THAT(folder_.read("err"), HasSubstr("expected cpu with --kv"));
 }
 

@@ -27,8 +27,8 @@ std::string error_of(const RetrievalOptions& options) {
 
 TEST(Methods, AreDenseOnceThenEverySelectorAtEverySparsity) {
   RetrievalOptions options;
-  options.estimators = {"soft_collision", "norm_aware"};
-  options.selections = {"per_kv_head", "per_query_head"};
+  options.estimators = {Estimator::kSoftCollision, Estimator::kNormAware};
+  options.selections = {Selection::kPerKvHead, Selection::kPerQueryHead};
   options.sparsities = {10, 0, 33};
   options.sink = 5;
   options.window = 7;
@@ -48,8 +48,10 @@ TEST(Methods, AreDenseOnceThenEverySelectorAtEverySparsity) {
 
 TEST(Methods, LeaveOutPairsThatAreNotAllowedAndSaySo) {
   RetrievalOptions options;
-  options.estimators = {"soft_collision", "hard_collision", "norm_aware"};
-  options.weightings = {"linear", "calibrated", "logit", "none"};
+  options.estimators = {Estimator::kSoftCollision, Estimator::kHardCollision,
+                        Estimator::kNormAware};
+  options.weightings = {ValueWeighting::kLinear, ValueWeighting::kCalibrated,
+                        ValueWeighting::kLogit, ValueWeighting::kNone};
   options.sparsities = {10};
   std::vector<std::string> left_out;
 
@@ -65,9 +67,9 @@ TEST(Methods, LeaveOutPairsThatAreNotAllowedAndSaySo) {
 
 TEST(Methods, AreEveryRuleCodeAndNumberOfBits) {
   RetrievalOptions options;
-  options.estimators = {"norm_aware", "soft_collision"};
-  options.rules = {"top_k", "priority"};
-  options.codes = {"sign", "scalar"};
+  options.estimators = {Estimator::kNormAware, Estimator::kSoftCollision};
+  options.rules = {SelectionRule::kTopK, SelectionRule::kPriority};
+  options.codes = {SketchCode::kSign, SketchCode::kScalar};
   options.bits = {128, 256};
   options.error_targets = {0.1};
   options.sparsities = {10};
@@ -111,7 +113,7 @@ TEST(Methods, AreEveryRuleCodeAndNumberOfBits) {
 
 TEST(Methods, AreEverySeedAndErrorTarget) {
   RetrievalOptions options;
-  options.rules = {"top_k", "priority"};
+  options.rules = {SelectionRule::kTopK, SelectionRule::kPriority};
   options.error_targets = {0.0, 0.05};
   options.seeds = {7, 9};
   options.sparsities = {0, 10};
@@ -153,7 +155,7 @@ TEST(Methods, TakeWhatAnErrorTargetNeedsBesideOrInsteadOfSparsities) {
   EXPECT_EQ(method.retrieval.error_in_force(), RetrievalConfig::kDefaultErrorTarget);
 
   options.presets.clear();
-  options.rules = {"top_k", "priority"};
+  options.rules = {SelectionRule::kTopK, SelectionRule::kPriority};
   options.error_targets = {0.02};
   options.error_rows = ErrorRows::kInstead;
   const std::vector<Method> targets = make_methods(options, left_out);
@@ -187,35 +189,22 @@ TEST(Methods, NameTheOptionThatDoesNotGoWithTheModel) {
 TEST(Methods, RejectWhatTheyCannotRun) {
   RetrievalOptions options;
 
-  options.estimators = {"quest"};
-  EXPECT_THAT(error_of(options), HasSubstr("--estimator: expected soft_collision, hard_collision, "
-                                           "norm_aware, found quest"));
-  options.estimators = {"norm_aware"};
-  options.weightings = {"linear"};
+  options.weightings = {ValueWeighting::kLinear};
   EXPECT_THAT(error_of(options), HasSubstr("--value-weighting: expected one that norm_aware has"));
-  options.weightings = {"loud"};
-  EXPECT_THAT(error_of(options), HasSubstr("found loud"));
-  options.weightings = {"default"};
-  options.selections = {"all"};
-  EXPECT_THAT(error_of(options), HasSubstr("--selection: expected per_kv_head, per_query_head"));
-  options.selections = {"per_kv_head"};
+  options.weightings = {ValueWeighting::kDefault};
   options.sparsities = {0.5};
   EXPECT_THAT(error_of(options), HasSubstr("--sparsity: expected 0 (dense)"));
   options.sparsities = {10};
   options.bits = {4096};
   EXPECT_THAT(error_of(options), HasSubstr("--bits: expected 64..1024"));
   options.bits = {256};
-  options.rules = {"top_k"};
+  options.rules = {SelectionRule::kTopK};
   options.error_targets = {0.1};
   EXPECT_THAT(error_of(options), HasSubstr("--error-target: expected 0 without the priority rule"));
   options.error_targets = {0.0};
-  options.rules = {"chance"};
-  EXPECT_THAT(error_of(options), HasSubstr("--rule: expected top_k, priority, found chance"));
-  options.rules = {"top_k"};
-  options.codes = {"ternary"};
-  EXPECT_THAT(error_of(options), HasSubstr("--code: expected sign, scalar, found ternary"));
-  options.codes = {"scalar"};
-  options.estimators = {"hard_collision"};
+  options.rules = {SelectionRule::kTopK};
+  options.codes = {SketchCode::kScalar};
+  options.estimators = {Estimator::kHardCollision};
   EXPECT_THAT(error_of(options), HasSubstr("found hard_collision has no code scalar"));
 }
 
@@ -244,7 +233,8 @@ TEST(Methods, ShareOneSketchPerKindAndSeed) {
   model.kv_heads = 1;
   model.head_dim = 64;
   RetrievalOptions options;
-  options.estimators = {"norm_aware", "soft_collision", "hard_collision"};
+  options.estimators = {Estimator::kNormAware, Estimator::kSoftCollision,
+                        Estimator::kHardCollision};
   options.sparsities = {10};
   std::vector<std::string> left_out;
 

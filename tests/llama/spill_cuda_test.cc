@@ -49,8 +49,8 @@ TEST_F(LlamaSpillCuda, NeedleLlamaWritesTheSameTokensWithRowsAndPagesInEveryTier
   const std::span<const std::int32_t> all = tasks.at("n4096.d100").sequence(0);
   ASSERT_GE(all.size(), kContext);
   RetrievalOptions retrieval;
-  retrieval.estimators = {"soft_collision", "norm_aware"};
-  retrieval.selections = {"per_kv_head", "per_query_head"};
+  retrieval.estimators = {Estimator::kSoftCollision, Estimator::kNormAware};
+  retrieval.selections = {Selection::kPerKvHead, Selection::kPerQueryHead};
   retrieval.sparsities = {0.0, 33.0};
   std::vector<std::string> left_out;
   std::vector<Method> methods = make_methods(retrieval, left_out);

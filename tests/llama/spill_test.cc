@@ -99,8 +99,8 @@ TEST_P(LlamaSpill, NeedleLlamaAttendsAsIfEverythingWereInMemory) {
   const TaskFile tasks(data + "/needle-llama/tasks/dev.safetensors");
   const std::span<const std::int32_t> all = tasks.at("n4096.d100").sequence(0);
   RetrievalOptions retrieval;
-  retrieval.estimators = {"soft_collision", "norm_aware"};
-  retrieval.selections = {"per_kv_head", "per_query_head"};
+  retrieval.estimators = {Estimator::kSoftCollision, Estimator::kNormAware};
+  retrieval.selections = {Selection::kPerKvHead, Selection::kPerQueryHead};
   retrieval.sparsities = {0.0, 33.0};
   std::vector<std::string> left_out;
   std::vector<Method> methods = make_methods(retrieval, left_out);
@@ -169,7 +169,7 @@ TEST_P(LlamaSpill, TheEvaluationFindsTheSame) {
   options.cases = {"tiny"};
   options.sequences = 2;
   options.keep_logits = true;
-  options.retrieval.selections = {"per_kv_head", "per_query_head"};
+  options.retrieval.selections = {Selection::kPerKvHead, Selection::kPerQueryHead};
   options.retrieval.sparsities = {0.0, 10.0};
   options.retrieval.sink = 4;
   options.retrieval.window = 8;

@@ -110,6 +110,8 @@ class Packages(unittest.TestCase):
             page = page_text(pages / f"kvtier-{command}.1.gz")
             self.assertEqual(options_in(kvtier(command, "--help")) - options_in(page), set(), command)
             self.assertIn(f"kvtier-{command}", page_text(pages / "kvtier.1.gz"))
+        for page in pages.glob("*.gz"):
+            self.assertIn(".SH EXIT STATUS\n", page_text(page), page.name)
         if shutil.which("groff"):
             for page in pages.glob("*.gz"):
                 done = subprocess.run(["groff", "-man", "-ww", "-z"], input=gzip.decompress(page.read_bytes()), capture_output=True, timeout=60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import json
 import re
 import subprocess
 import sys
@@ -94,6 +95,25 @@ class Imports(unittest.TestCase):
                 )
                 self.assertEqual((found.returncode, found.stderr.strip()), (130, ""), name)
                 self.assertFalse(Path(out).exists())
+
+    def test_tune_replays_its_error_targets_in_one_run(self) -> None:
+        error = {"output_error": 0.01, "attention_mass": 1}
+        row = {"estimator": "norm_aware", "k": 8, "bits": 256, "code": "sign", "rule": "top_k"}
+        report = json.dumps({"rows": [{**row, "mean": error, "layers": {"0": error}}]})
+        with tempfile.TemporaryDirectory() as folder:
+            trace, runs, program = (Path(folder) / name for name in ("trace", "runs", "kvtier"))
+            trace.write_text("")
+            last = "for file; do :; done"  # the report of --json
+            program.write_text(
+                f"""#!/bin/sh\necho "$*" >> {runs}\n{last}\necho '{report}' > "$file"\n"""
+            )
+            program.chmod(0o700)
+            arguments = ["--trace", str(trace), "--kvtier", str(program), "--error-targets", "0.1,0.2,"]
+            with contextlib.redirect_stdout(io.StringIO()):
+                self.assertEqual(tune(arguments), 0)
+            fixed, targets = runs.read_text().splitlines()
+            self.assertIn("--code sign,scalar --rule top_k,priority --k 32,", fixed)
+            self.assertIn("--rule priority --k 0 --error-target 0.1,0.2 ", targets)
 
     def test_tune_refuses_a_program_that_is_not_kvtier(self) -> None:
         with tempfile.TemporaryDirectory() as folder:

@@ -86,8 +86,9 @@ std::string man_page(const CommandText& program, const std::string& command,
   for (const OptionText& option : page->options) add_option(option, text);
   text +=
       ".SH EXIT STATUS\n0: success. 1: an error, printed as \"error: CODE: message\". 2: a "
-      "command line that is not understood. 3: of plan, that the model does not fit. Of serve: 70: "
-      "the GPU is lost. 75: draining hung. 130: interrupted; of serve: by a second signal. "
+      "command line that is not understood, or a value or a file that is refused "
+      "(INVALID_ARGUMENT, NOT_FOUND). 3: of plan, that the model does not fit. Of serve: 70: the "
+      "GPU is lost. 75: draining hung. 130: interrupted; of serve: by a second signal. "
       "docs/faq.md of the sources says more.\n.SH SEE ALSO\n";
   std::string others;
   if (!command.empty()) others += ".BR " + roff(program.name) + " (1)\n";

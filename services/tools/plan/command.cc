@@ -1,6 +1,3 @@
-#include "kvtier/error.h"
-
-#include "services/console/command_line.h"
 #include "services/console/enum_names.h"
 #include "services/console/options.h"
 #include "services/console/text.h"
@@ -76,9 +73,7 @@ void add_plan(CLI::App& program, PlanCommand& command) {
   });
 }
 
-namespace {
-
-int write_plan(const PlanCommand& command, const Console& console) {
+int run_plan(const PlanCommand& command, const Console& console) {
   const Plan plan = make_plan(command);
   const StressOptions& options = plan.options;
   const MemoryNeed& need = plan.need;
@@ -138,19 +133,6 @@ int write_plan(const PlanCommand& command, const Console& console) {
       (both ? "about " : "at most ") + format("%.1f", 1.0 / std::max(seconds, 1e-9)) + " tokens/s",
       "of one sequence; attention over the fetched rows is not counted");
   return exit_code;
-}
-
-}  // namespace
-
-int run_plan(const PlanCommand& command, const Console& console) {
-  try {
-    return write_plan(command, console);
-  } catch (const Error& error) {
-    // All that can be wrong with these is the value of an option.
-    if (error.code() != ErrorCode::kInvalidArgument && error.code() != ErrorCode::kNotFound) throw;
-    console.err << "error: " << error_code_name(error.code()) << ": " << error.what() << '\n';
-    return kExitUsage;
-  }
 }
 
 }  // namespace kvtier::services

@@ -74,8 +74,7 @@ void add_plan(CLI::App& program, PlanCommand& command);
 /// The exit code where the model does not fit.
 inline constexpr int kExitNoFit = 3;
 
-/// Writes a plan as text. Returns 0, `kExitNoFit`, or 2, with the error printed, where an option
-/// has a value that is refused.
+/// Writes a plan as text. Returns 0 or `kExitNoFit`. Throws as `make_plan`.
 [[nodiscard]] int run_plan(const PlanCommand& command, const Console& console);
 
 }  // namespace kvtier::services

@@ -63,7 +63,8 @@ void add_replay(CLI::App& program, ReplayCommand& command) {
   add_named_list(app, "--rule", kRuleNames, grid.rules, kRuleText);
   add_named_list(app, "--code", kCodeNames, grid.codes, kCodeText);
   app.add_option("--bits", grid.bits, kBitsText)->delimiter(',')->allow_extra_args(false);
-  add_priority(app, grid);
+  add_priority(app, grid.error_targets, grid.coarse_bits, grid.candidates);
+  app.get_option("--error-target")->allow_extra_args(false);
   CLI::Option* preset = app.add_option_function<std::string>(
                                "--preset",
                                [&grid, &app](const std::string& name) {
@@ -130,11 +131,6 @@ void run_replay(ReplayCommand& command, const Console& console) {
                      .steps = 0,
                      .lists = {}};
   if (!command.record_ids.empty()) {
-    const std::size_t selectors = command.options.grid.expand().size();
-    if (selectors != 1) {
-      throw_invalid("--record-ids", "one selector, such as --estimator norm_aware --sparsity 33",
-                    selectors);
-    }
     command.options.selected = [&ids](std::span<const std::int32_t> list) {
       ids.lists.emplace_back(list.begin(), list.end());
     };

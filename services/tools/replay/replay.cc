@@ -3,8 +3,7 @@
 #include "kvtier/engine.h"
 
 #include "include/types/failure.h"
-#include "services/console/enum_names.h"
-#include "services/console/text.h"
+#include "services/console/retrieval.h"
 #include "services/evaluation/dense_reference.h"
 #include "services/evaluation/threads.h"
 
@@ -61,53 +60,22 @@ std::vector<Chunk> make_chunks(const Trace& trace, std::int64_t steps, std::int6
   return chunks;
 }
 
-/// Returns sketches that serve all rows, none of which serves another; the first row's kind first.
-std::vector<SketchConfig> needed_sketches(const std::vector<RetrievalConfig>& rows, int head_dim) {
-  std::vector<SketchConfig> sketches;
-  for (const RetrievalConfig& row : rows) {
-    const SketchConfig wanted = row.sketch(head_dim);
-    const auto same = std::find_if(sketches.begin(), sketches.end(), [&](const SketchConfig& s) {
-      return s.serves(wanted) || wanted.serves(s);
-    });
-    if (same == sketches.end()) {
-      sketches.push_back(wanted);
-    } else if (wanted.serves(*same)) {
-      *same = wanted;
-    }
-  }
-  return sketches;
-}
-
-/// Throws `kInvalidArgument` for rows that do not go with the shape of the model.
-void check_rows(const ModelConfig& model, const std::vector<RetrievalConfig>& rows) {
-  std::string problems;
-  for (const RetrievalConfig& row : rows) {
-    Config config;
-    config.model = model;
-    config.retrieval = row;
-    for (const std::string& problem : config.validate()) {
-      if (!problem.starts_with("retrieval.")) continue;
-      const std::string line =
-          join("\n  ", name_of(kEstimatorNames, row.estimator), ": ", as_option(problem));
-      if (problems.find(line) == std::string::npos) problems += line;
-    }
-  }
-  if (!problems.empty()) throw Error(ErrorCode::kInvalidArgument, "replay options:" + problems);
+ModelConfig model_of(const Trace& trace) {
+  const bool fp16 = trace.layers()[0].keys.dtype == DType::kFloat16;
+  return {.layers = static_cast<int>(trace.layers().size()),
+          .query_heads = static_cast<int>(trace.query_heads()),
+          .kv_heads = static_cast<int>(trace.kv_heads()),
+          .head_dim = static_cast<int>(trace.head_dim()),
+          .kv_dtype = fp16 ? DType::kFloat16 : DType::kBFloat16};
 }
 
 Config engine_config(const Trace& trace, const ReplayOptions& options,
                      const std::vector<RetrievalConfig>& rows) {
   Config config;
-  config.model.layers = static_cast<int>(trace.layers().size());
-  config.model.query_heads = static_cast<int>(trace.query_heads());
-  config.model.kv_heads = static_cast<int>(trace.kv_heads());
-  config.model.head_dim = static_cast<int>(trace.head_dim());
-  config.model.kv_dtype =
-      trace.layers()[0].keys.dtype == DType::kFloat16 ? DType::kFloat16 : DType::kBFloat16;
+  config.model = model_of(trace);
   config.backend = options.backend;
   config.log = options.log;
   config.time_stages = true;
-  check_rows(config.model, rows);
   config.retrieval = rows.front();
   config.extra_sketches = needed_sketches(rows, config.model.head_dim);
 
@@ -351,7 +319,11 @@ std::vector<ReplayRow> make_rows(const std::vector<RetrievalConfig>& grid_rows) 
 }  // namespace
 
 ReplayReport replay(const Trace& trace, const ReplayOptions& options) {
-  const std::vector<RetrievalConfig> grid_rows = options.grid.expand();
+  const std::vector<RetrievalConfig> grid_rows = options.grid.expand(model_of(trace));
+  if (options.selected && grid_rows.size() != 1) {
+    throw_invalid("--record-ids", "one selector, such as --estimator norm_aware --sparsity 33",
+                  grid_rows.size());
+  }
   ReplayReport report;
   report.rows = make_rows(grid_rows);
   report.steps = num_steps(trace, options);

@@ -22,8 +22,8 @@ class App;
 namespace kvtier::services {
 
 /// Which selectors a replay compares: every estimator with every value weighting, selection, rule,
-/// size, and, of norm-aware, code and number of bits. Fields left out take the estimator's
-/// defaults.
+/// size, error target, and, of norm-aware, code and number of bits. Fields left out take the
+/// estimator's defaults.
 struct ReplayGrid {
   std::vector<Estimator> estimators = {Estimator::kSoftCollision, Estimator::kHardCollision,
                                        Estimator::kNormAware};
@@ -41,9 +41,9 @@ struct ReplayGrid {
   int query_bits = 4;
   float tau = 0.4F;
   std::uint64_t seed = 0;
-  double error_target = 0.0;  ///< Of the rows with the priority rule.
-  bool error_alone = false;   ///< Whether these have no size: as many tokens as the error takes.
-  int coarse_bits = 0;        ///< Of those over a scalar code.
+  std::vector<double> error_targets = {0.0};  ///< Of the rows with the priority rule.
+  bool error_alone = false;  ///< Whether these have no size: as many tokens as the error takes.
+  int coarse_bits = 0;       ///< Of those over a scalar code.
   int candidates = RetrievalConfig{}.candidates;
   int sink = RetrievalConfig{}.sink_tokens;
   int window = RetrievalConfig{}.recent_tokens;
@@ -51,8 +51,9 @@ struct ReplayGrid {
   /// Replaces what `RetrievalConfig::socket` sets.
   void set_socket();
   /// Returns one configuration per row, without the exact selector's. Throws `kInvalidArgument`
-  /// with every problem; an estimator and a weighting that do not fit are named together.
-  [[nodiscard]] std::vector<RetrievalConfig> expand() const;
+  /// with every problem that rows have with one another and with the model; an estimator and a
+  /// weighting that do not fit are named together.
+  [[nodiscard]] std::vector<RetrievalConfig> expand(const ModelConfig& model) const;
 };
 
 /// One selector at one size. The exact selector takes the top-k by q.k, or, with one selection per
@@ -90,7 +91,8 @@ struct ReplayOptions {
   std::int64_t first_step = 0;
   std::function<void(LogLevel, std::string_view)> log;
   /// Called with the tokens, rising, that a row of the grid selects: layer by layer, of these step
-  /// by step, of these head by head (KV heads, or query heads where each has its own).
+  /// by step, of these head by head (KV heads, or query heads where each has its own). The grid
+  /// must have one row then.
   std::function<void(std::span<const std::int32_t> ids)> selected;
   std::function<void(double)> progress;  ///< Called with the share of the work done.
 };

@@ -1,19 +1,12 @@
 #include "include/types/failure.h"
 #include "services/console/enum_names.h"
-#include "services/console/text.h"
+#include "services/console/retrieval.h"
 #include "services/tools/replay/replay.h"
 
-#include <algorithm>
 #include <string>
 
 namespace kvtier::services {
 namespace {
-
-void add_problem(std::vector<std::string>& problems, std::string problem) {
-  if (std::find(problems.begin(), problems.end(), problem) == problems.end()) {
-    problems.push_back(std::move(problem));
-  }
-}
 
 RetrievalConfig base_config(const ReplayGrid& grid, Estimator estimator) {
   RetrievalConfig config = RetrievalConfig::of(estimator);
@@ -23,41 +16,9 @@ RetrievalConfig base_config(const ReplayGrid& grid, Estimator estimator) {
   config.tables = grid.tables.value_or(config.tables);
   config.tau = grid.tau;
   config.query_bits = grid.query_bits;
-  config.candidates = grid.candidates;
   config.sink_tokens = grid.sink;
   config.recent_tokens = grid.window;
   return config;
-}
-
-/// Returns every selection with every rule, code and number of bits.
-std::vector<RetrievalConfig> choices(const ReplayGrid& grid, Estimator estimator) {
-  // Collision estimators read as many bits as their tables have.
-  const std::size_t widths = estimator == Estimator::kNormAware ? grid.bits.size() : 1;
-  std::vector<RetrievalConfig> result;
-  RetrievalConfig config = base_config(grid, estimator);
-  using Rules = std::vector<SelectionRule>;
-  using Codes = std::vector<SketchCode>;
-  const Rules rules = grid.rules.empty() ? Rules{config.rule} : grid.rules;
-  const Codes codes = grid.codes.empty() ? Codes{config.code} : grid.codes;
-  const bool samples =
-      grid.rules.empty() || std::ranges::count(rules, SelectionRule::kPriority) > 0;
-  for (const Selection selection : grid.selections) {
-    config.selection = selection;
-    for (const SelectionRule rule : rules) {
-      config.rule = rule;
-      const bool aims = rule == SelectionRule::kPriority || !samples;
-      config.error_target = aims ? grid.error_target : 0.0;
-      for (const SketchCode code : codes) {
-        config.code = code;
-        config.coarse_bits = aims && code == SketchCode::kScalar ? grid.coarse_bits : 0;
-        for (std::size_t i = 0; i < widths; ++i) {
-          config.num_planes = grid.bits[i];
-          result.push_back(config);
-        }
-      }
-    }
-  }
-  return result;
 }
 
 }  // namespace
@@ -75,44 +36,42 @@ void ReplayGrid::set_socket() {
   tau = socket.tau;
 }
 
-std::vector<RetrievalConfig> ReplayGrid::expand() const {
+std::vector<RetrievalConfig> ReplayGrid::expand(const ModelConfig& model) const {
   std::vector<std::string> problems;
   std::vector<RetrievalConfig> rows;
   const auto add = [&](RetrievalConfig config, double sparsity, int top_k) {
     config.sparsity = sparsity;
     config.top_k = top_k;
-    for (std::string& problem : config.validate()) {
-      add_problem(problems, join(name_of(kEstimatorNames, config.estimator), ": ",
-                                 as_option(std::move(problem))));
+    for (const std::string& problem : retrieval_problems(model, config)) {
+      problems.push_back(join(name_of(kEstimatorNames, config.estimator), ": ", problem));
     }
     rows.push_back(config.error_in_force() > 0.0 ? config : config.with_fixed_k());
   };
+  const auto add_sizes = [&](const RetrievalConfig& config) {
+    if (error_alone && config.error_target != 0.0) return add(config, 0.0, 0);
+    for (const int top_k : top_ks) add(config, 0.0, top_k);
+    if (!top_ks.empty()) return;
+    for (const double sparsity : sparsities) {
+      // A sparsity of 0 would mean "use top_k" to the engine.
+      if (sparsity >= 1.0) {
+        add(config, sparsity, 1);
+      } else {
+        problems.push_back(join("--sparsity: expected at least 1, found ", sparsity));
+      }
+    }
+  };
   for (const Estimator estimator : estimators) {
     for (const ValueWeighting weighting : weightings) {
-      for (RetrievalConfig config : choices(*this, estimator)) {
-        config.value_weighting = weighting;
-        if (error_alone && config.error_target != 0.0) {
-          add(config, 0.0, 0);
-          continue;
-        }
-        if (top_ks.empty()) {
-          for (const double sparsity : sparsities) {
-            // A sparsity of 0 would mean "use top_k" to the engine.
-            if (!(sparsity >= 1.0)) {
-              add_problem(problems, join("sparsity: expected at least 1, found ", sparsity));
-              continue;
-            }
-            add(config, sparsity, 1);
-          }
-        }
-        for (const int top_k : top_ks) add(config, 0.0, top_k);
+      for (const Selection selection : selections) {
+        RetrievalConfig base = base_config(*this, estimator);
+        base.value_weighting = weighting;
+        base.selection = selection;
+        for (const RetrievalConfig& config : choices(*this, base)) add_sizes(config);
       }
     }
   }
-  if (problems.empty()) return rows;
-  std::string message = "replay options:";
-  for (const std::string& problem : problems) message += "\n  " + problem;
-  throw Error(ErrorCode::kInvalidArgument, message);
+  refuse("replay options", problems);
+  return rows;
 }
 
 }  // namespace kvtier::services

@@ -16,9 +16,12 @@ std::string fixed(double value, int digits) {
 }
 
 std::string size_name(const RetrievalConfig& retrieval) {
-  if (retrieval.sparsity > 0.0) return format("%gx", retrieval.sparsity);
-  if (retrieval.top_k == 0) return format("e=%g", retrieval.error_in_force());
-  return "k=" + std::to_string(retrieval.top_k);
+  const double target = retrieval.error_in_force();
+  const std::string error = target > 0.0 ? format("e=%g", target) : "";
+  if (retrieval.sparsity == 0.0 && retrieval.top_k == 0) return error;
+  const std::string most = retrieval.sparsity > 0.0 ? format("%gx", retrieval.sparsity)
+                                                    : "k=" + std::to_string(retrieval.top_k);
+  return error.empty() ? most : error + " " + most;
 }
 
 std::string_view estimator_name(const ReplayRow& row) {

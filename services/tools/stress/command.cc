@@ -75,7 +75,7 @@ void add_stress(CLI::App& program, StressCommand& command) {
   app.add_option("--bits", options.bits, kBitsText);
   add_named(app, "--rule", kRuleNames, options.rule, kRuleText);
   add_named(app, "--code", kCodeNames, options.code, kCodeText);
-  add_priority(app, options);
+  add_priority(app, options.error_target, options.coarse_bits, options.candidates);
   app.add_option("--steps", options.steps, "Decode steps that are measured")->capture_default_str();
   app.add_option("--seed", options.seed, "Seed of the data")->capture_default_str();
   add_named(app, "--backend", kBackendNames, options.backend, "Where kernels run (default auto)");

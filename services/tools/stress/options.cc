@@ -1,6 +1,7 @@
 #include "services/tools/stress/options.h"
 
 #include "include/types/failure.h"
+#include "services/console/retrieval.h"
 #include "services/console/text.h"
 
 #include <algorithm>
@@ -22,7 +23,7 @@ const ModelPreset* find_preset(std::string_view name) {
 void check_range(std::vector<std::string>& problems, const char* field, std::int64_t low,
                  std::int64_t high, std::int64_t found) {
   if (found >= low && found <= high) return;
-  problems.push_back(join(field, ": expected ", low, "..", high, ", found ", found));
+  problems.push_back(join("--", field, ": expected ", low, "..", high, ", found ", found));
 }
 
 }  // namespace
@@ -45,7 +46,7 @@ void StressOptions::resolve() {
       for (const ModelPreset& known : model_presets()) {
         names.append(names.empty() ? "" : ", ").append(known.name);
       }
-      throw_error(ErrorCode::kNotFound, "preset: expected one of ", names, ", found ", preset);
+      throw_error(ErrorCode::kNotFound, "--preset: expected one of ", names, ", found ", preset);
     }
     shape = *found;
   }
@@ -62,16 +63,13 @@ void StressOptions::resolve() {
   check_range(problems, "k", 1, tokens < kMinTokens ? kMaxTokens : tokens, top_k);
   check_range(problems, "row-cache-rows", 0, kMaxRowCacheRows, row_cache_rows.value_or(0));
   if (step_overlap && !(*step_overlap > 0.0 && *step_overlap < 1.0)) {
-    problems.push_back(join("overlap: expected a number between 0 and 1, found ", *step_overlap));
+    problems.push_back(join("--overlap: expected a number between 0 and 1, found ", *step_overlap));
   }
   Config config;
   config.model = model();
   config.retrieval = retrieval();
   for (const std::string& problem : config.validate()) problems.push_back(as_option(problem));
-  if (problems.empty()) return;
-  std::string message = "options:";
-  for (const std::string& problem : problems) message += "\n  " + problem;
-  throw Error(ErrorCode::kInvalidArgument, message);
+  refuse("options", problems);
 }
 
 RetrievalConfig StressOptions::retrieval() const {

@@ -1,8 +1,8 @@
 #include "services/tools/top/top.h"
 
-#include "kvtier/error.h"
 #include "kvtier/v1/admin.grpc.pb.h"
 
+#include "include/types/failure.h"
 #include "services/base/endpoint.h"
 #include "services/console/options.h"
 #include "services/metrics/http_get.h"
@@ -40,7 +40,7 @@ constexpr int kMaxBytes = 16 << 20;
 TopSource admin_source(const std::string& address) {
   const Endpoint endpoint = parse_endpoint(address, "server");
   if (!endpoint.is_unix) {
-    throw Error(ErrorCode::kInvalidArgument, "server: expected unix:PATH, found " + address);
+    throw_invalid("server", "unix:PATH", address);
   }
   keep_grpc();
   grpc::ChannelArguments arguments;
@@ -57,13 +57,13 @@ TopSource admin_source(const std::string& address) {
     const grpc::Status status = stub->GetMetrics(&context, request, &response);
     if (status.error_code() == grpc::StatusCode::UNIMPLEMENTED) {
       const bool is_default = address == "unix:" + default_socket_folder() + "/kvtier.sock";
-      throw Error(ErrorCode::kInvalidArgument,
-                  "server: expected an admin socket, found that of clients at " + address +
-                      (is_default ? ": leave out --server" : ": try " + address + ".admin"));
+      throw_invalid("server", "an admin socket",
+                    join("that of clients at ", address,
+                         is_default ? ": leave out --server" : ": try " + address + ".admin"));
     }
     if (!status.ok()) {
-      throw Error(ErrorCode::kUnavailable, "server: expected AdminService at " + address +
-                                               ", found none: " + status.error_message());
+      throw_error(ErrorCode::kUnavailable, "server: expected AdminService at ", address,
+                  ", found none: ", status.error_message());
     }
     return response.text();
   };

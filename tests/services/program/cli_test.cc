@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include <fstream>
+#include <set>
 #include <sstream>
 
 namespace kvtier::services {
@@ -68,6 +69,7 @@ TEST_F(CliTest, PrintsManualPages) {
               HasSubstr("\n\\fB\\-\\-gpu\\fR \\fISIZE\\fR [\\fIOPTION\\fR]...\n"));
 
   EXPECT_THAT(command.out, HasSubstr(".SH EXIT STATUS\n0: success. 1: an error, "));
+  EXPECT_THAT(command.out, HasSubstr("or a value or a file that is refused"));
   EXPECT_THAT(command.out, HasSubstr(" 75: draining hung. 130: interrupted"));
 
   const CliResult unknown = run_kvtier({"man", "replya"});
@@ -261,32 +263,40 @@ TEST_F(CliTest, SaysWhatNumbersItExpects) {
 TEST_F(CliTest, PrintsErrorsWithTheirCode) {
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
       {{"--estimator", "norm_aware", "--value-weighting", "linear"},
-       "error: INVALID_ARGUMENT: replay options:\n  norm_aware: value_weighting: expected logit "
+       "error: INVALID_ARGUMENT: replay options:\n  norm_aware: --value-weighting: expected logit "
        "or none with norm-aware, found linear\n"},
-      {{"--sparsity", "0"}, "error: INVALID_ARGUMENT: replay options:\n  sparsity"},
-      {{"--bits", "4096"}, "error: INVALID_ARGUMENT: replay options:\n  norm_aware: bits"},
+      {{"--sparsity", "0"},
+       "error: INVALID_ARGUMENT: replay options:\n  --sparsity: expected at least 1"},
+      {{"--bits", "4096"},
+       "error: INVALID_ARGUMENT: replay options:\n  norm_aware: --bits: expected"},
       {{"--rule", "priority"},
-       "error: INVALID_ARGUMENT: replay options:\n  soft_collision: rule: expected top_k"},
+       "error: INVALID_ARGUMENT: replay options:\n  soft_collision: --rule: expected top_k"},
       {{"--estimator", "norm_aware", "--code", "scalar", "--bits", "100"},
-       "error: INVALID_ARGUMENT: replay options:\n  norm_aware: bits: "},
+       "error: INVALID_ARGUMENT: replay options:\n  norm_aware: --bits: "},
       {{"--rule", "top_k", "--error-target", "0.1"},
-       "error: INVALID_ARGUMENT: replay options:\n  soft_collision: error_target: expected 0 "
+       "error: INVALID_ARGUMENT: replay options:\n  soft_collision: --error-target: expected 0 "
        "without the priority rule"},
       {{"--steps", "6"},
        "error: INVALID_ARGUMENT: --steps: expected 0..5 (the steps of the trace), found 6"},
+      {{"--window", "-1"},
+       "error: INVALID_ARGUMENT: replay options:\n  soft_collision: --window: expected 0..2^30"},
       {{"--json", (folder_ / "missing" / "a.json").string()}, "error: UNAVAILABLE: "}};
   for (const auto& [options, message] : cases) {
     const CliResult result = replay_small(options);
-    EXPECT_EQ(result.code, 1) << message;
+    EXPECT_EQ(result.code, message.find("INVALID_ARGUMENT") == std::string::npos ? 1 : 2);
     EXPECT_THAT(result.err, StartsWith(message));
     EXPECT_EQ(result.out, "");
   }
 }
 
 TEST_F(CliTest, PrintsErrorsOfTraceFiles) {
-  EXPECT_THAT(run_kvtier({"replay", file("none").string()}).err, StartsWith("error: NOT_FOUND: "));
+  const CliResult none = run_kvtier({"replay", file("none").string()});
+  EXPECT_EQ(none.code, 2);
+  EXPECT_THAT(none.err, StartsWith("error: NOT_FOUND: "));
   std::ofstream(file("short")) << "abc";
-  EXPECT_THAT(run_kvtier({"replay", file("short").string()}).err, StartsWith("error: DATA_LOSS: "));
+  const CliResult torn = run_kvtier({"replay", file("short").string()});
+  EXPECT_EQ(torn.code, 1);
+  EXPECT_THAT(torn.err, StartsWith("error: DATA_LOSS: "));
   std::ofstream(file("text")) << "# A text, and no trace.\n";
   EXPECT_THAT(run_kvtier({"replay", file("text").string()}).err,
               HasSubstr("expected a safetensors file, with a header of at most 16 bytes"));
@@ -294,7 +304,7 @@ TEST_F(CliTest, PrintsErrorsOfTraceFiles) {
   tensors.erase("o");
   write_trace(file("trace.safetensors"), tensors);
   const CliResult result = run_kvtier({"replay", file("trace.safetensors").string()});
-  EXPECT_EQ(result.code, 1);
+  EXPECT_EQ(result.code, 2);
   EXPECT_THAT(result.err, StartsWith("error: NOT_FOUND: "));
   tensors = make_layer({.head_dim = 80}, 1);
   write_trace(file("trace.safetensors"), tensors);
@@ -314,7 +324,7 @@ TEST_F(CliTest, KeepsIdsAndReportApart) {
   const std::string place = file("a").string();
   const CliResult result =
       run_kvtier({"replay", file("none").string(), "--json", place, "--record-ids", place});
-  EXPECT_EQ(result.code, 1);
+  EXPECT_EQ(result.code, 2);
   EXPECT_THAT(result.err, HasSubstr("--record-ids: expected another file than that of --json"));
   EXPECT_TRUE(listing().empty());
 }
@@ -322,14 +332,14 @@ TEST_F(CliTest, KeepsIdsAndReportApart) {
 TEST_F(CliTest, RecordsTheIdsOfOneSelectorOnly) {
   const CliResult result = replay_small({"--record-ids", file("ids.safetensors").string()});
 
-  EXPECT_EQ(result.code, 1);
+  EXPECT_EQ(result.code, 2);
   EXPECT_THAT(result.err, HasSubstr("--record-ids: expected one selector"));
   EXPECT_FALSE(std::filesystem::exists(file("ids.safetensors")));
 }
 
 TEST_F(CliTest, LeavesNoJsonAfterAnError) {
   std::ofstream(file("report.json")) << "former";
-  EXPECT_EQ(replay_small({"--steps", "6", "--json", file("report.json").string()}).code, 1);
+  EXPECT_EQ(replay_small({"--steps", "6", "--json", file("report.json").string()}).code, 2);
 
   EXPECT_EQ(read_text(file("report.json")), "former");
   EXPECT_EQ(listing(), (std::vector<std::string>{"report.json", "trace.safetensors"}));
@@ -419,6 +429,23 @@ TEST_F(CliTest, AnErrorTargetTakesFewer) {
   EXPECT_FALSE(rows[1].contains("error_target"));
   EXPECT_EQ(rows[2]["error_target"], 0.2);
   EXPECT_LT(rows[2]["mean"]["attended_rows"], rows[1]["mean"]["attended_rows"]);
+}
+
+TEST_F(CliTest, TakesSeveralErrorTargets) {
+  const CliResult result = replay_small({"--estimator", "norm_aware", "--error-target", "0.2,0.05",
+                                         "--k", "0,8", "--json", file("report.json").string()});
+  ASSERT_EQ(result.code, 0) << result.err;
+  std::multiset<std::pair<int, double>> rows;
+  const nlohmann::json report = nlohmann::json::parse(read_text(file("report.json")));
+  for (const nlohmann::json& row : report["rows"]) {
+    if (row["estimator"] == "norm_aware") rows.emplace(row["k"], row["error_target"]);
+  }
+  EXPECT_EQ(rows,
+            (std::multiset<std::pair<int, double>>{{0, 0.05}, {0, 0.2}, {8, 0.05}, {8, 0.2}}));
+  for (const char* size : {"  e=0.2  ", "  e=0.05  ", "  e=0.2 k=8  ", "  e=0.05 k=8  "}) {
+    EXPECT_THAT(result.out, HasSubstr(size));
+  }
+  EXPECT_EQ(replay_small({"--error-target", "0.2,x"}).code, 2);
 }
 
 TEST_F(CliTest, HasThePresetOfThePaper) {

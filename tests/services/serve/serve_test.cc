@@ -59,16 +59,17 @@ TEST_F(ServeTest, WarnsOfMoreHostMemoryThanThereIs) {
 
 TEST_F(ServeTest, NamesTheOptionOfAnAddressThatItCannotUse) {
   const std::string missing = (folder_ / "none").string();
-  const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
-      {{"--listen", "/x"}, "listen: expected unix:PATH or tcp:HOST:PORT, found \"/x\""},
-      {{"--admin-listen", "/x"}, "admin-listen: expected unix:PATH"},
-      {{"--data-listen", "/x"}, "data-listen: expected unix:PATH"},
-      {{"--metrics", "127.0.0.1:1"}, "metrics: expected unix:PATH"},
+  const std::vector<std::tuple<std::vector<std::string>, int, std::string>> cases = {
+      {{"--listen", "/x"}, 2, "listen: expected unix:PATH or tcp:HOST:PORT, found \"/x\""},
+      {{"--admin-listen", "/x"}, 2, "admin-listen: expected unix:PATH"},
+      {{"--data-listen", "/x"}, 2, "data-listen: expected unix:PATH"},
+      {{"--metrics", "127.0.0.1:1"}, 2, "metrics: expected unix:PATH"},
       {{"--listen", "unix:" + missing + "/x.sock"},
+       1,
        "x.sock.data: expected the folder " + missing + ", found none"}};
-  for (const auto& [arguments, message] : cases) {
+  for (const auto& [arguments, code, message] : cases) {
     const auto server = serve(arguments);
-    EXPECT_EQ(server->wait(), 1) << message;
+    EXPECT_EQ(server->wait(), code) << message;
     EXPECT_THAT(err(), HasSubstr(message));
   }
 }
@@ -246,24 +247,24 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
               2,
               "error: --config: expected a readable file, found /no"},
              {{"--listen", "unix:/x", "unix:/y"}, 2, "unix:/y"},
-             {{"--listen", "tcp:0.0.0.0:0"}, 1, "expected TLS"},
-             {{"--listen", "tcp:0.0.0.0:0", "--insecure-tcp"}, 1, "expected TLS"},
-             {{"--listen", "tcp:127.0.0.1:0"}, 1, "expected TLS"},
-             {{"--listen", "http://x"}, 1, "unix:PATH or tcp:HOST:PORT"},
-             {{"--listen", "unix:relative"}, 1, "ABSOLUTE"},
+             {{"--listen", "tcp:0.0.0.0:0"}, 2, "expected TLS"},
+             {{"--listen", "tcp:0.0.0.0:0", "--insecure-tcp"}, 2, "expected TLS"},
+             {{"--listen", "tcp:127.0.0.1:0"}, 2, "expected TLS"},
+             {{"--listen", "http://x"}, 2, "unix:PATH or tcp:HOST:PORT"},
+             {{"--listen", "unix:relative"}, 2, "ABSOLUTE"},
              {{"--listen", "unix:/x", "--admin-listen", "unix:/x"},
-              1,
+              2,
               "admin-listen, metrics: expected different addresses, found unix:/x twice"},
-             {{"--listen", "unix:/x", "--listen", "unix:/x"}, 1, "found unix:/x twice"},
-             {{"--listen", "unix:/x.data", "--listen", "unix:/x"}, 1, "found unix:/x.data twice"},
-             {{"--tls-cert", "/x", "--listen", "tcp:127.0.0.1:0"}, 1, "together"},
-             {{"--tenants", "/no/such/file"}, 1, "readable file"},
-             {{"--tenants", tenants}, 1, "a-z"}, {{"--backend", "tpu"}, 2, "--backend"},
-             {{"--redis", "unix:/x"}, 1, "expected a disk-cache"},
+             {{"--listen", "unix:/x", "--listen", "unix:/x"}, 2, "found unix:/x twice"},
+             {{"--listen", "unix:/x.data", "--listen", "unix:/x"}, 2, "found unix:/x.data twice"},
+             {{"--tls-cert", "/x", "--listen", "tcp:127.0.0.1:0"}, 2, "together"},
+             {{"--tenants", "/no/such/file"}, 2, "readable file"},
+             {{"--tenants", tenants}, 2, "a-z"}, {{"--backend", "tpu"}, 2, "--backend"},
+             {{"--redis", "unix:/x"}, 2, "expected a disk-cache"},
              {{"--config", write("d.toml", "verify-rows = \"soon\"\n")}, 2, "verify-rows"},
              {{"--row-cache-policy", "fifo"}, 2, "--row-cache-policy"},
              {{"--config", folder_.string()}, 2, "found the folder"},
-             {{"--tenants", folder_.string()}, 1, "found the folder"},
+             {{"--tenants", folder_.string()}, 2, "found the folder"},
              {{"--config", write("f.toml", "\nverify-rows = 7\n")}, 2, "f.toml:2: verify-rows"},
              {{"--config", write("g.toml", "max-models = \"x\"\n")}, 2, "g.toml:1: "},
              {{"--memcached", "a b:1"}, 2, "white space"},
@@ -275,7 +276,7 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
              {{"--calibration", "/no/such/file"}, 2, "expected a file, found /no/such/file"},
              {{"--calibration", folder_.string()}, 2, "expected a file, found " + folder_.string()},
              {{"--calibration", write("calibration", "garbage\n")},
-              1,
+              2,
               "line 1: expected kvtier calibration 1, found \"garbage\""},
              {{"--disk-capacity-mib", "64"},
               2,
@@ -284,14 +285,14 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
               2,
               "expected --page-folder with --page-folder-mib, found none"},
              {{"--insecure-tcp", "--metrics", "tcp:127.0.0.1:0"},
-              1,
+              2,
               "insecure-tcp: expected tcp:HOST:PORT in listen or data-listen, found none"},
              {{"--tls-cert", "/c", "--tls-key", "/k", "--tls-client-ca", "/a"},
-              1,
+              2,
               "tls-cert, tls-key, tls-client-ca: expected tcp:HOST:PORT in listen or data-listen, "
               "found none"},
              {{"--page-folder", "/p", "--page-key-file", "/k", "--page-arena-mib", "0"},
-              1,
+              2,
               "page-folder, page-remote: expected page-arena-mib above 0, found 0"},
              {{"--config", write("i.toml", "\nno option\n")}, 2, "i.toml:2: expected KEY = VALUE"},
              {{"--remote-ttl-seconds", "5"},
@@ -319,17 +320,17 @@ TEST_F(ServeTest, OptionsThatAreNoneAreRefused) {
              {{"--listen", "tcp:127.0.0.1:0", "--insecure-tcp", "--max-device-regions", "4"},
               2,
               "expected unix:PATH in --data-listen with --max-device-regions, found none"},
-             {{"--backend", "cpu", "--calibration", calibration}, 1, "calibration: expected none "},
-             {{"--page-arena-mib", "10"}, 1, "page-arena-mib: expected a multiple of 4, found 10"},
+             {{"--backend", "cpu", "--calibration", calibration}, 2, "calibration: expected none "},
+             {{"--page-arena-mib", "10"}, 2, "page-arena-mib: expected a multiple of 4, found 10"},
              {{"--page-arena-mib", "16384"},
-              1,
+              2,
               "expected at least page-arena-mib, 16384, found 8192"},
 #if defined(KVTIER_WITH_REMOTE_TIERS)
-             {{"--redis-master", "m"}, 1, "expected a server or sentinels"},
-             {{"--remote-key-file", "/k"}, 1, "expected some with a key file, found none"},
+             {{"--redis-master", "m"}, 2, "expected a server or sentinels"},
+             {{"--remote-key-file", "/k"}, 2, "expected some with a key file, found none"},
 #endif
              {{"--prefetch-rows", "--row-cache-mib", "0"},
-              1,
+              2,
               "row-cache-mib and row-cache-rows above 0"},
              {{"--row-cache-rows", "-2"}, 2, "row-cache-rows"},
 #if !defined(KVTIER_WITH_CUDA)
@@ -407,7 +408,7 @@ TEST_F(ServeTest, NamesWhatIsWrongWithAddressesAndTenants) {
          }
        }) {
     const auto server = serve(arguments);
-    EXPECT_EQ(server->wait(), 1) << message;
+    EXPECT_EQ(server->wait(), 2) << message;
     EXPECT_THAT(err(), HasSubstr(message));
   }
 }
@@ -572,7 +573,7 @@ TEST_F(ServeTest, MetricsAddressThatIsNotOfThisMachineIsRefused) {
   const std::string address = "unix:" + (folder_ / "x.sock").string();
   const auto server = serve({"--listen", address, "--metrics", "tcp:0.0.0.0:0"});
   EXPECT_EQ(server->read_line(), "");
-  EXPECT_EQ(server->wait(), 1);
+  EXPECT_EQ(server->wait(), 2);
   EXPECT_THAT(err(), HasSubstr("metrics: expected a loopback address"));
 }
 

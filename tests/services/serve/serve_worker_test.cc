@@ -250,7 +250,7 @@ TEST_F(ServeWorkerTest, ThatCannotStartEndsTheProgram) {
   const auto server = serve_with_worker({"--data-listen", "tcp:127.0.0.1:0", "--tls-cert", nowhere,
                                          "--tls-key", nowhere, "--tls-client-ca", nowhere});
   EXPECT_EQ(server->read_line(), "");
-  EXPECT_EQ(server->wait(), 1);
+  EXPECT_EQ(server->wait(), 2);
   EXPECT_THAT(err(), HasSubstr("expected a readable file"));
   EXPECT_FALSE(fs::exists(folder_ / "x.sock"));
 }
@@ -294,7 +294,7 @@ TEST_F(ServeWorkerTest, ThatTakesTheNextPlaceKeepsToTheTenantsThatWereReadAgain)
 
   (void)write("tenants.json", "{}");
   ::kill(second, SIGKILL);
-  await_log("ended by exit code 1");
+  await_log("ended by exit code 2");
   EXPECT_THAT(err(), HasSubstr("tenants: expected"));
   (void)tenants(two);
   EXPECT_EQ(reason_with("one"), "UNAUTHENTICATED");

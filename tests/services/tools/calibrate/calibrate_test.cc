@@ -84,7 +84,7 @@ TEST_F(CalibrateTest, WritesToTheUsersConfiguration) {
   const Variable no_config("XDG_CONFIG_HOME", nullptr);
   const Variable no_home("HOME", nullptr);
   const CliResult result = calibrate_small({});
-  EXPECT_EQ(result.code, 1);
+  EXPECT_EQ(result.code, 2);
   EXPECT_THAT(result.err, HasSubstr("INVALID_ARGUMENT: --output: expected a path"));
 }
 
@@ -112,7 +112,7 @@ TEST_F(CalibrateTest, LeavesNoFoldersWhenItFails) {
   const CliResult result =
       run_kvtier({"calibrate", "--backend", "cpu", "--region", "64M", "--allocation",
                   "driver,driver", "--output", file("d1/d2/calibration").string()});
-  EXPECT_EQ(result.code, 1);
+  EXPECT_EQ(result.code, 2);
   EXPECT_THAT(listing(), IsEmpty());
 }
 

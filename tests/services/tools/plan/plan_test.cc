@@ -311,8 +311,8 @@ TEST_F(PlanTest, RefusesValuesOfOptionsWithOneExitCode) {
       {{"--batch", "0"}, "error: --batch: expected 1 to 64, found 0\n"},
       {{"--tokens", "100"}, "error: --tokens: expected 1024 to 536870912, found 100\n"},
       {{"--k", "128K"}, "--k: expected a number of at least 1, found 128K"},
-      {{"--tokens", "1K", "--k", "2000"}, "k: expected 1..1024, found 2000"},
-      {{"--bits", "100"}, "bits: expected "},
+      {{"--tokens", "1K", "--k", "2000"}, "--k: expected 1..1024, found 2000"},
+      {{"--bits", "100"}, "--bits: expected "},
       {{"--calibration", file("none").string()},
        "NOT_FOUND: --calibration: expected one that can be read, found "},
       {{"--hits", "2"}, "--hits: "}};

@@ -85,8 +85,8 @@ TEST(StressOptions, ReportsEveryProblemAtOnce) {
   EXPECT_THAT(problem, HasSubstr("steps: expected 1..1048576, found 0"));
   EXPECT_THAT(problem, HasSubstr("batch: expected 1..64, found 65"));
   EXPECT_THAT(problem, HasSubstr("k: expected 1.."));
-  EXPECT_THAT(problem, HasSubstr("query_heads"));
-  EXPECT_THAT(problem, HasSubstr("head_dim"));
+  EXPECT_THAT(problem, HasSubstr("--query-heads: expected"));
+  EXPECT_THAT(problem, HasSubstr("--head-dim: expected"));
   EXPECT_THAT(problem, HasSubstr("row-cache-rows: expected 0..1048576, found -1"));
   EXPECT_THAT(problem, HasSubstr("overlap: expected a number between 0 and 1, found 1.0"));
 }
@@ -102,7 +102,7 @@ TEST(StressOptions, DoesNotBlameKForTooFewTokens) {
   StressOptions options;
   options.tokens = 100;
   EXPECT_EQ(problem_of(options, ErrorCode::kInvalidArgument),
-            "options:\n  tokens: expected 1024..536870912, found 100");
+            "options:\n  --tokens: expected 1024..536870912, found 100");
 }
 
 TEST(StressOptions, RejectsNegativeAndHugeShapes) {
@@ -113,7 +113,8 @@ TEST(StressOptions, RejectsNegativeAndHugeShapes) {
                 HasSubstr("layers: expected 1..4096"));
     options.layers = 1;
     options.kv_heads = bad;
-    EXPECT_THAT(problem_of(options, ErrorCode::kInvalidArgument), HasSubstr("kv_heads"));
+    EXPECT_THAT(problem_of(options, ErrorCode::kInvalidArgument),
+                HasSubstr("--kv-heads: expected"));
   }
 }
 

@@ -119,21 +119,22 @@ TEST_F(TopTest, SaysWhyThereIsNothingToShow) {
   struct Case {
     std::vector<std::string> arguments;
     std::string message;
+    int code = 1;
   };
   const std::string nowhere = "unix:" + (folder_ / "none.sock").string();
   for (const Case& c : std::vector<Case>{
            {{"--server", nowhere}, "expected AdminService at " + nowhere},
            {{"--metrics", nowhere}, "expected a page, found No such file"},
-           {{"--server", "unix:" + (folder_ / "x.sock").string()}, "x.sock: try unix:"},
+           {{"--server", "unix:" + (folder_ / "x.sock").string()}, "x.sock: try unix:", 2},
            {{"--metrics", "http://127.0.0.1:1/"}, "tcp:127.0.0.1:1"},
-           {{"--server", "tcp:127.0.0.1:1"}, "expected unix:PATH"},
-           {{"--server", "/x"}, "server: expected unix:PATH or tcp:HOST:PORT, found \"/x\""},
-           {{"--metrics", "/x"}, "metrics: expected unix:PATH or tcp:HOST:PORT, found \"/x\""},
+           {{"--server", "tcp:127.0.0.1:1"}, "expected unix:PATH", 2},
+           {{"--server", "/x"}, "server: expected unix:PATH or tcp:HOST:PORT, found \"/x\"", 2},
+           {{"--metrics", "/x"}, "metrics: expected unix:PATH or tcp:HOST:PORT, found \"/x\"", 2},
            {{"--server", admin_}, "expected a terminal, found none"}}) {
     std::vector<std::string> arguments{"kvtier", "top"};
     arguments.insert(arguments.end(), c.arguments.begin(), c.arguments.end());
     Program top(KVTIER_BINARY, arguments, {}, folder_ / "top");
-    EXPECT_EQ(top.wait(), 1);
+    EXPECT_EQ(top.wait(), c.code) << c.message;
     EXPECT_THAT(err("top"), HasSubstr(c.message));
   }
 }
@@ -146,7 +147,7 @@ TEST_F(TopTest, FindsTheAdminSocketBesideTheDefaultOne) {
   const std::string clients = "unix:" + (folder_ / "kvtier" / "kvtier.sock").string();
   Program wrong(KVTIER_BINARY, {"kvtier", "top", "--server", clients, "--json"}, environment,
                 folder_ / "top");
-  EXPECT_EQ(wrong.wait(), 1);
+  EXPECT_EQ(wrong.wait(), 2);
   EXPECT_THAT(err("top"),
               HasSubstr("found that of clients at " + clients + ": leave out --server"));
   Program right(KVTIER_BINARY, {"kvtier", "top", "--json"}, environment, folder_ / "top");
