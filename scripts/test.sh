@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds everything and runs every test that this machine can run; ctest's summary comes last. Needs Debian 12
-# or Ubuntu 24.04, git and a shell.
+# Checks the sources, builds everything and runs every test that this machine can run; ctest's summary comes last. With
+# --build-only, builds. Needs Debian 12 or Ubuntu 24.04, git and a shell.
 #
-#   scripts/test.sh [--preset NAME] [options of ctest]
+#   scripts/test.sh [--preset NAME] [--build-only | options of ctest]
 #
 # The preset is `cuda` on a machine with a usable GPU and `release` elsewhere.
 set -euo pipefail
@@ -20,7 +20,7 @@ need_packages "${kvtier_test_packages[@]}"
 if [[ ${CI:-} == true ]]; then need_packages "${kvtier_ci_packages[@]}"; fi
 if use_cuda; then : "${preset:=cuda}"; else : "${preset:=release}"; fi
 
-scripts/check.sh
+if [[ ${1:-} != --build-only ]]; then scripts/check.sh; fi
 
 say "building preset $preset"
 mapfile -t options < <(strict_options)
@@ -28,6 +28,7 @@ options+=(-DKVTIER_UNITY=ON)  # on a fresh machine less to compile
 if [[ ${CI:-} == true ]]; then options+=(-DKVTIER_QUICK=ON); fi  # no user gets these programs
 cmake --preset "$preset" "${options[@]}"
 cmake --build "build/$preset" --parallel "$(num_jobs)"
+if [[ ${1:-} == --build-only ]]; then exit 0; fi
 
 say "testing preset $preset"
 exec ctest --test-dir "build/$preset" --parallel "$(num_jobs)" --output-on-failure --no-tests=error "$@"
