@@ -238,8 +238,8 @@ __device__ void gather_unit(const FilterArgs& args, const FusedWork& work, const
       const int of_token = half * 32 + token;
       const int place =
           whole ? 2 * of_token + (chunk ^ of_token / 4 % 2) : chunk * kFusedUnit + of_token;
-      transfer::cuda::copy_async_16(to + static_cast<unsigned>(place * hashing::kChunkBytes),
-                                    from + chunk * sketch.chunk_stride(), true);
+      transfer::cuda::copy_async_16_alone(to + static_cast<unsigned>(place * hashing::kChunkBytes),
+                                          from + chunk * sketch.chunk_stride());
     }
   }
   transfer::cuda::copy_async_commit();

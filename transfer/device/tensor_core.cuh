@@ -32,7 +32,13 @@ __device__ inline void copy_async_16(unsigned to, const void* from) {
                "l"(__cvta_generic_to_global(from))
                : "memory");
 }
-/// The same of 4 bytes, through L1.
+/// The same of data that lie alone: no line around them is asked for.
+__device__ inline void copy_async_16_alone(unsigned to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
+/// Copies 4 bytes, through L1; writes zeros when not `present`, reading nothing.
 __device__ inline void copy_async_4(unsigned to, const void* from, bool present) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to),
                "l"(__cvta_generic_to_global(from)), "r"(present ? 4 : 0)
