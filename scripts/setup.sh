@@ -97,7 +97,7 @@ use_cuda() {
 # num_jobs: one per core, as long as each has 1.5 GiB.
 num_jobs() {
   local cores memory_mb
-  cores=$(nproc)
+  cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)  # which heeds them otherwise
   memory_mb=$(awk '/MemAvailable/ {print int($2 / 1024)}' /proc/meminfo)
   local by_memory=$((memory_mb / 1536))
   if ((by_memory < 1)); then by_memory=1; fi
