@@ -61,11 +61,9 @@ class grpc::SerializationTraits<kvtier::services::CheckedMessage<Message>> {
     using namespace kvtier::services;
     request->bytes = buffer->Length();
     const auto failure = failure_of([&] {
-      // A field has a byte at least.
-      const bool is_long = request->bytes > std::size_t{kMaxFields};
-      request->is_valid =
-          (!is_long || has_few_fields(runs_of(slices_of(*buffer)), *Message::descriptor())) &&
-          SerializationTraits<Message>::Deserialize(buffer, &request->message).ok();
+      const std::vector<grpc::Slice> slices = slices_of(*buffer);
+      request->is_valid = has_few_fields(runs_of(slices), *Message::descriptor()) &&
+                          SerializationTraits<Message>::Deserialize(buffer, &request->message).ok();
     });
     if (failure) request->is_valid = false;
     if (!request->is_valid) request->message.Clear();

@@ -99,6 +99,9 @@ bool count_fields(CodedInputStream& input, const Descriptor& type, int& left) {
 }  // namespace
 
 bool has_few_fields(const ByteRuns& message, const google::protobuf::Descriptor& type) {
+  std::size_t size = 0;
+  for (const auto& run : message) size += run.size();
+  if (size <= std::size_t{kMaxFields}) return true;  // a field has a byte at least
   RunStream bytes(message);
   CodedInputStream input(bytes.get());
   int left = kMaxFields;
